@@ -120,14 +120,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """By name, the keys of [zero] that they set, those that a preset may later change included."""
 
-HALVES = {
-    "zero++-first-half": ("zero++-256", "weights-int8"),
-    "zero++-second-half": ("weights-int8", "zero++-256"),
-    "zero++-fp6-first-half": ("zero++-fp6", "weights-fp6"),
-    "zero++-fp6-second-half": ("weights-fp6", "zero++-fp6"),
-}
-"""Variants that quantize gradients in one half of the run only, and the variant of each half."""
-
 
 @dataclass(frozen=True)
 class Options(on_config.Options):
@@ -179,8 +171,8 @@ def run(options: Options, config: RunConfig, begun: float) -> None:
     """
     if options.init_from:
         config = with_tokenizer_of(options.init_from, config)
-    for half in (half for name in options.variants for half in halves(name)):
-        with_variant(config, half)
+    for name in options.variants:
+        with_variant(config, name)
     results = RunsFile(options.json, config)
     missing = [(name, seed) for seed in options.seeds for name in options.variants]
     missing = [run for run in missing if run not in results.done]
@@ -209,7 +201,7 @@ def train_all(
     if options.text:
         config = replace(config, data=replace(config.data, source=str(options.folder / "text.jsonl")))
     RunSetup(config).check()
-    names = list(dict.fromkeys([EXACT, *(half for name, _ in missing for half in halves(name))]))
+    names = list(dict.fromkeys([EXACT, *(name for name, _ in missing)]))
     spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
     # The processes of a job tune kernels together, so that all must compile in the same order.
     workers = None if jax.process_count() == 1 else 1
@@ -233,14 +225,13 @@ def train_all(
         late = bool(options.minutes) and now + longest > begun + 60 * options.minutes
         if run_on_process_zero(lambda late=late: late):
             break
-        if not {*halves(name), EXACT}.isdisjoint(broken):
+        if not {name, EXACT}.isdisjoint(broken):
             continue
         tuned = results.content["runs"] if options.tuned and seed != options.seeds[0] else []
         if tuned and name not in best_rates(tuned, options.seeds[0]).values():
             continue
-        phases = [trainees[half] for half in halves(name)]
         try:
-            results.add(train(name, phases, seed, data, trainees[EXACT], base))
+            results.add(train(name, trainees[name], seed, data, trainees[EXACT], base))
         except Exception as error:  # whatever it is, other runs may train
             failed[f"{name}, seed {seed}, failed"] = error
             say(begun, f"{name}, seed {seed}: {error}")
@@ -267,11 +258,6 @@ def say(begun: float, what: str) -> None:
         print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
 
 
-def halves(name: str) -> tuple[str, ...]:
-    """The variants of the halves of a run, or the one of all of it."""
-    return HALVES.get(name, (name,))
-
-
 def with_variant(config: RunConfig, name: str) -> RunConfig:
     """The settings of a variant.
 
@@ -280,7 +266,7 @@ def with_variant(config: RunConfig, name: str) -> RunConfig:
     """
     kind, _, rate = name.partition("@")
     if kind not in VARIANTS:
-        raise ZeroError(f"no variant {kind!r}: there are {', '.join([*VARIANTS, *HALVES])}")
+        raise ZeroError(f"no variant {kind!r}: there are {', '.join(VARIANTS)}")
     try:
         own = {"optimizer": {"learning_rate": float(rate)}} if rate else {}
     except ValueError:

@@ -8,12 +8,10 @@ Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta /
 """
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import harness
 from links import TOKENS, in_sequences
-from panels import Curve, draw_panels
 
 from zerojax.analysis.gpus import find_gpu
 from zerojax.analysis.plan.cluster import Cluster
@@ -88,14 +86,30 @@ def in_words(rates: dict[str, float]) -> str:
 
 def draw(table: dict[str, Rates], title: str, path: Path) -> None:
     """Curves of every preset, a panel for each model and rate."""
-    links = {f"{gigabits} Gb/s": gigabits for gigabits in GIGABITS}
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    def curves(model: str, link: str) -> Iterator[Curve]:
-        rates = {tokens: table[model][links[link], tokens] for tokens in TOKENS}
-        for number, name in enumerate(COMPARED):
-            yield Curve(name, [(t, found[name]) for t, found in rates.items() if name in found], f"C{number}")
-
-    draw_panels(path, list(table), list(links), curves, tokens=TOKENS, title=f"Predicted for {title}")
+    figure = Figure(figsize=(2.75 * len(GIGABITS), 2.35 * len(table)), layout="constrained")
+    panels = figure.subplots(len(table), len(GIGABITS), sharex=True, sharey="row", squeeze=False)
+    for row, (model, rates) in zip(panels, table.items(), strict=True):
+        for axes, gigabits in zip(row, GIGABITS, strict=True):
+            for name in COMPARED:
+                known = {t: found for t in TOKENS if (found := rates[gigabits, t].get(name)) is not None}
+                axes.plot(
+                    list(known), [rate / 1e3 for rate in known.values()], "o-", markersize=4, label=name
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(TOKENS, [f"{t / 1024:g}k" for t in TOKENS])
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.set_title(f"{model}, {gigabits} Gb/s", fontsize=9)
+            axes.grid(alpha=0.3)
+    panels[0][0].legend(fontsize=8)
+    figure.supxlabel("tokens of a GPU in a step", fontsize=10)
+    figure.supylabel("thousands of tokens/s of a GPU", fontsize=10)
+    figure.suptitle(f"Predicted for {title}")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Time training steps over link rates, models and batches, between emulated nodes of this machine.
 
     scripts/bench/links.py --nodes 2 --gpus-per-node 1 --json links.json
-    scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
+    scripts/bench/show_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
 
 Each model and batch is one run of scripts/bench/train.py in a separate cluster, which measures all rates.
 Results are written after each run, so that a failure loses only one. Needs root.

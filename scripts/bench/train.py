@@ -7,15 +7,14 @@
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
 SwiGLU; --qwen3-moe: those and a mixture of experts, without losses of its router; --qwen3.5: three layers of
-gated linear attention, then one of gated attention), fed random bf16
-activations, to measure the blocks and their communication. "gspmd" is JAX's own sharding (gspmd.py);
-train_fsdp2.py runs the same stack in PyTorch. The script remarks on a loss that differs by more than 1% from
-the loss of the first variant with as many micro-batches after the same steps ("local" reports the step before
-the last). In "zero3-sp" the devices of a node share each row, so --sequences counts rows of all of them. The
-variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in nf4). Steps after the timed ones
-are traced (unless --no-trace): "hidden" is the fraction of their communication beside compute, "exposed" the
-time of a step with nothing but communication. Several --rates of an emulated cluster's links are timed one
-after the other, without recompiling.
+gated linear attention, then one of gated attention), fed random bf16 activations, to measure the blocks and
+their communication. train_fsdp2.py runs the same stack in PyTorch. The script remarks on a loss that differs
+by more than 1% from the loss of the first variant with as many micro-batches after the same steps ("local"
+reports the step before the last). In "zero3-sp" the devices of a node share each row, so --sequences counts
+rows of all of them. The variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in nf4).
+Steps after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication
+beside compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated
+cluster's links are timed one after the other, without recompiling.
 """
 
 import argparse
@@ -23,12 +22,11 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gspmd
 import harness
 import jax
 import jax.numpy as jnp
@@ -47,55 +45,27 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.distributed import joined
 from zerojax.network import nccl
 from zerojax.testing.emulated_cluster import limit_link
+from zerojax.zero_config import PRESETS
 
-HOST_X8: dict[str, Any] = {
-    "preset": "zero3",
-    "host": ("optimizer",),
-    "accumulate": 8,
-    "accumulate_order": "breadth",
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "zero3": {"preset": "zero3"},
-    "zero3-sp": {"preset": "zero3", "shared": True},
-    "qwz": {"preset": "zero3", "weights": "int8"},
-    "hpz": {"preset": "zero3", "hpz": True},
-    "qgz": {"preset": "zero3", "grads": ("int4", "int4")},
-    "zero++": {"preset": "zero++"},
-    "zero++-paper": {"preset": "zero++-paper"},
-    "delta": {"preset": "delta"},
-    "delta-int8": {"preset": "delta", "grads": ("int8", "int8")},
-    "zero3-gathered": {"preset": "zero3", "experts": "gathered"},
-    "delta-gathered": {"preset": "delta", "experts": "gathered"},
-    "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
-    "zero++-fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
-    "delta-fp8": {"preset": "delta", "matmul_dtype": "fp8"},
-    "local": {"preset": "local"},
-    "local-host": {"preset": "local", "host": ("optimizer",)},
+BASES: dict[str, dict[str, Any]] = {
+    **{preset: {"preset": preset} for preset in PRESETS},
     "lora": {"preset": "zero3", "frozen": ("*",)},
-    "lora-int8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "int8"},
-    "lora-fp8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "fp8", "matmul_dtype": "fp8"},
     "qlora": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "nf4"},
-    "zero3-x8": {"preset": "zero3", "accumulate": 8},
-    "zero++-x8": {"preset": "zero++", "accumulate": 8},
-    "delta-x8": {"preset": "delta", "accumulate": 8},
-    "zero3-breadth-x8": {"preset": "zero3", "accumulate": 8, "accumulate_order": "breadth"},
-    "zero++-breadth-x8": {"preset": "zero++", "accumulate": 8, "accumulate_order": "breadth"},
-    "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
-    "zero3-host": {"preset": "zero3", "host": ("optimizer",)},
-    "zero3-host-x8": {"preset": "zero3", "host": ("optimizer",), "accumulate": 8},
-    "zero3-host-breadth-x8": HOST_X8,
-    "zero3-host-breadth-x8-backward": {**HOST_X8, "update_in_backward": True},
-    "zero3-host-breadth-x8-bf16-moments-backward": {
-        **HOST_X8,
-        "update_in_backward": True,
-        "moments": "bfloat16",
-    },
-    "zero3-host-breadth-x8-bf16-moments": {**HOST_X8, "moments": "bfloat16"},
-    "zero3-host-breadth-x8-float8-moments": {**HOST_X8, "moments": "float8"},
-    "zero3-host-breadth-x16": {**HOST_X8, "accumulate": 16},
-    "zero3-host-all-breadth-x8": {**HOST_X8, "host": ("optimizer", "weights", "activations")},
 }
-GSPMD = "gspmd"
+"""What the name of a variant begins with, and the options of ``ZeroConfig.preset`` that it stands for."""
+ENDS: dict[str, dict[str, Any]] = {
+    "sp": {"shared": True},
+    "int8": {"grads": ("int8", "int8")},
+    "gathered": {"experts": "gathered"},
+    "fp8": {"matmul_dtype": "fp8"},
+    "host": {"host": ("optimizer",)},
+    "breadth": {"accumulate_order": "breadth"},
+    "x8": {"accumulate": 8},
+    "bf16-moments": {"moments": "bfloat16"},
+    "float8-moments": {"moments": "float8"},
+    "backward": {"update_in_backward": True},
+}
+"""What it may go on with, each after a hyphen."""
 RANK = 16
 """Of the adapters."""
 TRACED_STEPS = 2
@@ -124,6 +94,11 @@ class BlockStack(nnx.Module):
         return self.blocks(x, self.rope(length), None, documents)
 
 
+def make_model(config: GPTConfig, rngs: nnx.Rngs) -> BlockStack:
+    """The model, for a train state."""
+    return BlockStack(config, rngs=rngs)
+
+
 def loss_fn(model: BlockStack, batch: dict[str, jax.Array]) -> jax.Array:
     """The mean square distance to a target, in fp32."""
     x, y = zerojax.own_tokens((batch["x"], batch["y"]))
@@ -143,9 +118,7 @@ def main() -> None:
         "--seconds", type=float, default=math.inf,
         help="with each rate, begin no step after so many: if none is timed by then, the last one counts",
     )  # fmt: skip
-    parser.add_argument(
-        "--variants", nargs="+", choices=[*VARIANTS, GSPMD], default=["zero3", "zero++", "delta"]
-    )
+    parser.add_argument("--variants", nargs="+", type=variant_of, default=["zero3", "zero++", "delta"])
     parser.add_argument(
         "--ahead", action="store_true",
         help="begin a step before the one before it has ended, as training does: a time is that between ends",
@@ -172,6 +145,31 @@ def main() -> None:
             harness.write(options.json, rows)
 
 
+def options_of(variant: str) -> dict[str, Any]:
+    """The options that a variant's name stands for: "zero3-host-breadth-x8".
+
+    Raises:
+        ArgumentTypeError: the name has a part that ``BASES`` and ``ENDS`` lack.
+    """
+    base = max((name for name in BASES if f"{variant}-".startswith(f"{name}-")), key=len, default="")
+    options, rest = dict(BASES.get(base, {})), variant.removeprefix(base)
+    while rest and (end := next((name for name in ENDS if f"{rest}-".startswith(f"-{name}-")), "")):
+        options |= ENDS[end]
+        rest = rest.removeprefix(f"-{end}")
+    if rest or not base:
+        known = f"{', '.join(BASES)}, followed by any of -{', -'.join(ENDS)}"
+        raise argparse.ArgumentTypeError(f"no variant {variant!r}: there are {known}")
+    if base == "lora" and "matmul_dtype" in options:
+        options["frozen_weights"] = "fp8"
+    return options
+
+
+def variant_of(name: str) -> str:
+    """The name, if ``options_of`` knows it."""
+    options_of(name)
+    return name
+
+
 def remark(row: Row, rows: list[Row]) -> str:
     """Of a loss that is more than 1% from the first variant's with the same micro-batches and rate."""
     first = next(r for r in rows if (r.micro_batches, r.rate) == (row.micro_batches, row.rate))
@@ -181,25 +179,37 @@ def remark(row: Row, rows: list[Row]) -> str:
 
 def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
     """Compile one variant and time it with each rate of the links."""
-    state, step, accumulate = prepare(variant, partial(BlockStack, make_config(options)), options)
-    sharing = options.local if VARIANTS.get(variant, {}).get("shared") else 1
+    fields = options_of(variant)
+    sharing = options.local if fields.pop("shared", False) else 1
+    zero = zerojax.ZeroConfig.preset(
+        fields.pop("preset"), remat=options.remat, sequence_parallel=sharing, **fields
+    )
+    accumulate = zero.accumulate
+    state = zerojax.TrainState.create(
+        partial(make_model, make_config(options)),
+        optax.adamw(1e-4),
+        loss_fn,
+        mesh=zerojax.make_mesh(options.nodes, options.local),
+        zero=zero,
+        lora=zerojax.LoRA(rank=RANK) if zero.frozen else None,
+    )
     batch = make_batch(options, accumulate, sharing)
-    world, frozen = options.nodes * options.local, "frozen" in VARIANTS.get(variant, {})
+    world, frozen = options.nodes * options.local, bool(zero.frozen)
     tokens = options.seq * options.sequences * accumulate * world // sharing
     flops = Sizes.of(options).flops_per_token(options.layers, options.seq, frozen=frozen)
-    state, _, (compile_seconds,) = timed(1, state, step, batch)
+    state, _, (compile_seconds,) = timed(1, state, batch)
     for rate in options.rates:
         if rate is not None:
             limit_link(rate)
         before = sent_so_far()
         state, metrics, seconds = timed(
-            _UNTIMED + options.steps, state, step, batch, options.seconds, ahead=options.ahead
+            _UNTIMED + options.steps, state, batch, options.seconds, ahead=options.ahead
         )
         sent = None if before is None else ((sent_so_far() or 0) - before) / len(seconds)
         seconds = seconds[_UNTIMED:] or seconds[-1:]
         exposed = hidden = None
         if not options.no_trace:
-            state, exposed, hidden = trace(variant, state, step, batch, options.profile)
+            state, exposed, hidden = trace(variant, state, batch, options.profile)
         stats = jax.local_devices()[0].memory_stats() or {}
         yield Row(
             variant=variant,
@@ -249,7 +259,7 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
 
 
 def timed(
-    steps: int, state: Any, step: gspmd.Step, batch: Any, most: float = math.inf, *, ahead: bool = False
+    steps: int, state: Any, batch: Any, most: float = math.inf, *, ahead: bool = False
 ) -> tuple[Any, dict[str, jax.Array], list[float]]:
     """The state after some steps, the metrics of the last, and the seconds of each.
 
@@ -259,7 +269,7 @@ def timed(
     ended = time.perf_counter()
     for _ in range(steps):
         begun = ended if ahead else time.perf_counter()
-        before, (state, metrics) = metrics, step(state, batch)
+        before, (state, metrics) = metrics, zerojax.train_step(state, batch)
         # With --ahead, times belong to the step before; the first are not counted.
         jax.block_until_ready(before if ahead else (state, metrics))
         ended = time.perf_counter()
@@ -269,41 +279,18 @@ def timed(
     return jax.block_until_ready(state), metrics, seconds
 
 
-def trace(
-    variant: str, state: Any, step: gspmd.Step, batch: Any, keep: Path | None
-) -> tuple[Any, float, float]:
+def trace(variant: str, state: Any, batch: Any, keep: Path | None) -> tuple[Any, float, float]:
     """The state after three more steps, the exposed milliseconds per step, and the hidden fraction."""
     with tempfile.TemporaryDirectory() as folder:
         # Every node writes traces, and the nodes of an emulated cluster share a file system.
         place = (keep or Path(folder)) / variant / f"process{jax.process_index()}"
         with jax.profiler.trace(str(place)):
-            state, _, _ = timed(1 + TRACED_STEPS, state, step, batch)
+            state, _, _ = timed(1 + TRACED_STEPS, state, batch)
         events = read_events(trace_files(place)[-1])
     own = [event for event in events if event.device == events[0].device]
     # Nodes do not start tracing at the same time: in the first step some wait for others.
     overlap = measure_overlap(own[len(own) // (1 + TRACED_STEPS) :])
     return state, 1e3 * (overlap.total - overlap.hidden) / TRACED_STEPS, overlap.fraction
-
-
-def prepare(
-    variant: str, model: Callable[..., BlockStack], options: argparse.Namespace
-) -> tuple[Any, gspmd.Step, int]:
-    """A variant's first state, its step, and its micro-batches."""
-    mesh = zerojax.make_mesh(options.nodes, options.local)
-
-    def factory(rngs: nnx.Rngs) -> BlockStack:
-        return model(rngs=rngs)
-
-    tx = optax.adamw(1e-4)
-    if variant == GSPMD:
-        return *gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
-    fields = dict(VARIANTS[variant])
-    if fields.pop("shared", False):
-        fields["sequence_parallel"] = options.local
-    zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
-    lora = zerojax.LoRA(rank=RANK) if zero.frozen else None
-    state = zerojax.TrainState.create(factory, tx, loss_fn, mesh=mesh, zero=zero, lora=lora)
-    return state, zerojax.train_step, zero.accumulate
 
 
 def make_batch(

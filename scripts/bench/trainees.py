@@ -19,7 +19,6 @@ import zerojax
 from zerojax.analysis.comm_report import comm_report
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
-from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch
 from zerojax.run.data.dataset import Dataset
@@ -90,14 +89,13 @@ class Base:
 
 
 def train(
-    name: str, phases: list[Trainee], seed: int, data: Dataset, exact: Trainee, base: Base | None
+    name: str, trainee: Trainee, seed: int, data: Dataset, exact: Trainee, base: Base | None
 ) -> dict[str, Any]:
-    """One run of a variant, or of one after the other in equal parts, as a record for the JSON file."""
+    """One run of a variant, as a record for the JSON file."""
     begun = time.monotonic()
-    first, *later = phases
-    config = replace(first.config, train=replace(first.config.train, seed=seed))
+    config = replace(trainee.config, train=replace(trainee.config.train, seed=seed))
     batches, validation = make_batches(config, data)
-    state = first.first_state(seed)
+    state = trainee.first_state(seed)
     curve = []
     if base is not None:
         state = base.into(state)
@@ -108,13 +106,9 @@ def train(
             state, metrics = zerojax.train_step(state, next(batches))
             due = step % config.train.eval_every == 0 or step == config.train.steps
             steps += queue.push(step, metrics, partial(measure, state, validation) if due else None)
-            if later and step == config.train.steps // 2:
-                steps += queue.drain()
-                state = from_canonical(later[0].state, to_canonical(state))
-                queue.restart_clock()
     curve += [(one.step, one.values["validation_loss"]) for one in steps if "validation_loss" in one.values]
     # With local updates a step returns the previous step's metrics, and the first has none.
-    told = steps[1:] if first.config.zero.outer_delay else steps
+    told = steps[1:] if config.zero.outer_delay else steps
     size = config.train.batch_size * config.train.sequence_length
     return {
         "variant": name,
@@ -130,7 +124,7 @@ def train(
         "train_loss": means([one.values["loss"] for one in told]),
         "grad_norm": means([one.values["grad_norm"] for one in told]),
         "skipped": sum(one.values["skipped"] for one in told),
-        "between_nodes": statistics.fmean(phase.between_nodes for phase in phases),
+        "between_nodes": trainee.between_nodes,
         "tokens_per_second": size / statistics.median(one.seconds for one in steps),
         "seconds": time.monotonic() - begun,
         **environment(),

@@ -140,22 +140,6 @@ def test_local_updates_are_compared_by_their_outer_weights(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_changes_its_formats_halfway(text, tmp_path):
-    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
-    where += ("--data.source", text, "--train.steps", 4)
-    done = convergence(*where, "--variants", "zero3", "zero++-256", "weights-int8", "zero++-second-half")
-    assert done.returncode == 0, done.stderr
-    _, quantized, exact, half = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert half["variant"] == "zero++-second-half"
-    assert half["train_loss"][:2] == exact["train_loss"][:2]
-    assert half["curve"][0] == exact["curve"][0]
-    assert half["train_loss"][3] != exact["train_loss"][3]
-    assert half["train_loss"][3] == pytest.approx(exact["train_loss"][3], rel=1e-3)
-    assert half["between_nodes"] == (quantized["between_nodes"] + exact["between_nodes"]) / 2
-    assert half["zero"] == quantized["zero"]
-
-
-@pytest.mark.slow
 def test_runs_begin_with_trained_weights(finished, tmp_path):
     """Both seeds begin with the same weights; copies of deltas are exact then, two bits are not."""
     where = (finished.config, "--mesh.local", 1, "--mesh.emulate", "--init-from", finished.path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.analysis.comm_report import CommReport
-from zerojax.analysis.local_quality import expected_loss
+from zerojax.analysis.links import expected_loss
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
 from zerojax.analysis.plan.memory import predict_memory

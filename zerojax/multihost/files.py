@@ -7,7 +7,7 @@ all processes.
 
 import os
 import secrets
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -80,51 +80,32 @@ def exchange_files(folder: Path, offered: Collection[str], wanted: Collection[st
     streams = gather_from_all([(name, (folder / name).stat().st_size) for name in own])
     lengths = [sum(size for _, size in stream) for stream in streams]
     block = max(_LEAST, min(_GATHERED // len(streams), max(lengths)))
-    sinks = [_sink(folder, stream, set(wanted)) for stream in streams]
-    for sink in sinks:
-        next(sink)
-    source = _blocks(folder, own, block)
-    for start in range(0, max(1, *lengths), block):
-        blocks = multihost_utils.process_allgather(next(source))
-        for sink, data, length in zip(sinks, blocks, lengths, strict=True):
-            sink.send(memoryview(data)[: max(0, length - start)])
-    for sink in sinks:
-        sink.close()
+    for name in wanted:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+    for start in range(0, max(lengths), block):
+        parts = [list(_parts(stream, start, start + block)) for stream in streams]
+        sent = np.zeros(block, np.uint8)
+        for name, place, own in parts[jax.process_index()]:
+            with (folder / name).open("rb") as file:
+                file.seek(place)
+                file.readinto(memoryview(sent)[own])
+        for stream, data in zip(parts, multihost_utils.process_allgather(sent), strict=True):
+            for name, place, own in stream:
+                if name in wanted:
+                    with (folder / name).open("r+b") as file:
+                        file.seek(place)
+                        file.write(data[own])
 
 
-def _blocks(folder: Path, names: Sequence[str], size: int) -> Iterator[np.ndarray]:
-    """Files one after another as blocks of bytes, followed by blocks that nobody reads."""
-    block, filled = np.zeros(size, np.uint8), 0
-    for name in names:
-        with (folder / name).open("rb", buffering=0) as file:
-            while count := file.readinto(memoryview(block)[filled:]):
-                filled += count
-                if filled == size:
-                    yield block
-                    filled = 0
-    while True:
-        yield block
-
-
-def _sink(
-    folder: Path, stream: Sequence[tuple[str, int]], wanted: Collection[str]
-) -> Generator[None, memoryview]:
-    """Receives the bytes of a process's files in blocks, and writes the wanted files."""
-    data = yield
+def _parts(stream: Sequence[tuple[str, int]], start: int, stop: int) -> Iterator[tuple[str, int, slice]]:
+    """The files in a block of a stream: a name, the place in the file, and the slice of the block."""
+    end = 0
     for name, size in stream:
-        with open(os.devnull if name not in wanted else _created(folder / name), "wb") as file:
-            while size:
-                while not len(data):
-                    data = yield
-                file.write(data[:size])
-                data, size = data[size:], size - len(data[:size])
-    while True:
-        yield
-
-
-def _created(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+        begin, end = end, end + size
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            yield name, low - begin, slice(low - start, high - start)
 
 
 def share_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerojax.analysis import local_quality
+from zerojax.analysis import links
 from zerojax.analysis.gpus import GPUS, find_gpu
 from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
@@ -86,7 +86,7 @@ def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
     assert said is not None
     assert said[2].startswith("hides its exchange behind compute, the step of delta waits")
     every = int(said[1])
-    assert said[2].count(local_quality.expected_loss(every, "adamw")) == 1
+    assert said[2].count(links.expected_loss(every, "adamw")) == 1
 
     def waiting(every: int) -> float:
         own = outlook(build(MeshSection(nodes=2, local=1), preset="local", every=every)).own
@@ -98,9 +98,9 @@ def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
     assert crawling.advice.startswith("Take local (zero.every = 1024): its step waits")
     measured = {"muon": {16: 0.1, 64: 0.31}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_quality, "LOSS_ABOVE_ZERO3", measured)
-        assert "by 0.31% with muon and zero.every = 64, " in local_quality.expected_loss(32, "muon")
-        assert "by an unmeasured amount with muon" in local_quality.expected_loss(128, "muon")
+        patch.setattr(links, "LOSS_ABOVE_ZERO3", measured)
+        assert "by 0.31% with muon and zero.every = 64, " in links.expected_loss(32, "muon")
+        assert "by an unmeasured amount with muon" in links.expected_loss(128, "muon")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from joined_peers import join
 from zerojax.errors import JobError, ZeroError
 from zerojax.multihost import peers
 from zerojax.multihost.distributed import free_port
-from zerojax.multihost.peers.heartbeat import Heartbeat
+from zerojax.multihost.peers.coordinator import Heartbeat
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leave_jobs")]
 

@@ -1,10 +1,10 @@
 """Recommends what to keep in host memory if a run does not fit, and otherwise to recompute less."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.memory import PredictedMemory
@@ -15,13 +15,12 @@ from zerojax.sharding.host_memory import SAVING, pool_bytes
 from zerojax.zero_config.config import ZeroConfig
 from zerojax.zero_config.options import HOST_STORES, HostStore, Remat
 
-Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
+Predicted = tuple[PredictedMemory, StepTime]
+Predict = Callable[[ZeroConfig], Predicted]
+_Change = Mapping[str, Any]
 _PARTS = tuple(part / 20 for part in range(19, 0, -1))
 _WORTH_IT = 1.03
 """The least speed-up to recommend. Predictions are no more accurate."""
-_Option = tuple[tuple[HostStore, ...], bool]
-"""``ZeroConfig.host`` and ``ZeroConfig.update_in_backward``."""
-_Memories = dict[_Option, PredictedMemory]
 
 
 @dataclass(frozen=True)
@@ -70,36 +69,36 @@ def choose_host(
         fewest_nodes: the fewest nodes on which the run fits as it is; None if more do not help.
     """
     now = predict(zero)[0]
-    tried: dict[_Option, tuple[PredictedMemory, StepTime]] = {}
-    for option in _with_more(zero):
-        with suppress(ConfigurationError):
-            tried[option] = predict(_under(zero, option))
-    on_device = {option: memory for option, (memory, _) in tried.items() if memory.total <= cluster.budget}
-    fitting = [option for option, memory in on_device.items() if host_fits(memory, cluster)]
+    tried = _tried(zero, _with_more(zero), predict)
+    on_device = {option: found for option, found in tried.items() if found[0].total <= cluster.budget}
+    fitting = {option: found for option, found in on_device.items() if host_fits(found[0], cluster)}
     trouble = f"{name} does not fit"
     if now.total > cluster.budget:
         trouble += f": a GPU would hold {size(now.total)}, and has {size(cluster.budget)}"
     else:
         trouble += f" in the memory of its hosts: each needs {size(host_needed(now, cluster))}"
-    share = 1.0
     if not fitting:
-        options = [(zero.host, zero.update_in_backward)] * (now.total <= cluster.budget) + [*on_device]
-        if (part := _with_a_part(zero, options, cluster, predict)) is not None:
-            option, share, tried[option] = part
-            fitting = [option]
+        # The largest part of the activations with which the first of these options fits.
+        whole = [zero] * (now.total <= cluster.budget) + [*on_device]
+        parts = (
+            option.replace(host_activations=part)
+            for option, part in itertools.product(whole, _PARTS)
+            if option.in_host("activations")
+        )
+        found = ((option, predict(option)) for option in parts)
+        fitting = dict(itertools.islice((one for one in found if fits(one[1][0], cluster)), 1))
     if not fitting:
-        memories = {option: memory for option, (memory, _) in tried.items()}
-        missing = _missing(memories, on_device, cluster)
         nodes = f"{fewest_nodes} such nodes" if fewest_nodes else "more GPUs"
         ways = f"{nodes}, fewer tokens at a time, or adapters (LoRA, docs/adapters.md)"
-        return HostChoice(None, f"{trouble}. {missing}. Take {ways}.")
-    option = min(fitting, key=lambda option: (len(option[0]) + option[1], tried[option][1].seconds))
-    (host, in_backward), (memory, time) = option, tried[option]
-    lines = [f"host = {_listed(host)}"]
+        return HostChoice(None, f"{trouble}. {_missing(tried, on_device, cluster)}. Take {ways}.")
+    chosen = min(fitting, key=lambda one: (len(one.host) + one.update_in_backward, fitting[one][1].seconds))
+    memory, time = fitting[chosen]
+    share, in_backward = chosen.host_activations, chosen.update_in_backward
+    lines = [f"host = {_listed(chosen)}"]
     lines += [f"host_activations = {share}"] * (share < 1)
     lines += ["update_in_backward = true"] * (in_backward > zero.update_in_backward)
     return HostChoice(
-        host,
+        chosen.host,
         f"{trouble}. It fits with more in host memory: a GPU holds {size(memory.total)}, and a host needs "
         f"{size(host_needed(memory, cluster))}. A step takes {duration(time.seconds)}, including "
         f"{duration(time.copying)} for copies that nothing hides (docs/host-memory.md). Under [zero], set\n\n"
@@ -109,49 +108,43 @@ def choose_host(
     )
 
 
-def _under(zero: ZeroConfig, option: _Option, share: float = 1.0) -> ZeroConfig:
-    host, in_backward = option
-    return zero.replace(host=host, update_in_backward=in_backward, host_activations=share)
+def _tried(zero: ZeroConfig, changes: Iterable[_Change], predict: Predict) -> dict[ZeroConfig, Predicted]:
+    """The predictions with each change that the model and its optimizer support."""
+    found: dict[ZeroConfig, Predicted] = {}
+    for change in changes:
+        with suppress(ConfigurationError):
+            option = zero.replace(**change)
+            found[option] = predict(option)
+    return found
 
 
-def _with_a_part(
-    zero: ZeroConfig, options: Sequence[_Option], cluster: Cluster, predict: Predict
-) -> tuple[_Option, float, tuple[PredictedMemory, StepTime]] | None:
-    """The first of ``options`` that fits with a part of the activations, with the largest such part."""
-    for option, share in itertools.product(options, _PARTS):
-        if "activations" in option[0]:
-            memory, time = predict(_under(zero, option, share))
-            if fits(memory, cluster):
-                return option, share, (memory, time)
-    return None
-
-
-def _with_more(zero: ZeroConfig) -> Iterator[_Option]:
-    """Options that keep more in host memory or update in the backward pass, the fewest additions first."""
+def _with_more(zero: ZeroConfig) -> Iterator[_Change]:
+    """Changes that keep more in host memory or update in the backward pass, the fewest additions first."""
     others = [store for store in HOST_STORES if store not in zero.host]
-    now = zero.update_in_backward
     for count in range(len(others) + 1):
         for added in itertools.combinations(others, count):
-            host: tuple[HostStore, ...] = tuple(
-                store for store in HOST_STORES if store in (*zero.host, *added)
-            )
-            yield from ((host, more) for more in (now, True) if (host, more) != (zero.host, now))
+            host = tuple(store for store in HOST_STORES if store in (*zero.host, *added))
+            for in_backward in (zero.update_in_backward, True):
+                if (host, in_backward) != (zero.host, zero.update_in_backward):
+                    yield {"host": host, "update_in_backward": in_backward, "host_activations": 1.0}
 
 
-def _missing(tried: _Memories, on_device: _Memories, cluster: Cluster) -> str:
+def _missing(
+    tried: Mapping[ZeroConfig, Predicted], on_device: Mapping[ZeroConfig, Predicted], cluster: Cluster
+) -> str:
     if on_device:
-        option = min(on_device, key=lambda option: on_device[option].host_total)
-        needed, there = size(host_needed(on_device[option], cluster)), size(cluster.host_memory or 0)
-        return f"With host = {_listed(option[0])} a host needs {needed}, and has {there}"
+        option = min(on_device, key=lambda option: on_device[option][0].host_total)
+        needed, there = size(host_needed(on_device[option][0], cluster)), size(cluster.host_memory or 0)
+        return f"With host = {_listed(option)} a host needs {needed}, and has {there}"
     if tried:
-        option = min(tried, key=lambda option: tried[option].total)
-        still = f"{size(tried[option].total - cluster.budget)} are still missing"
-        return f"With host = {_listed(option[0])}{' and update_in_backward' * option[1]} {still}"
+        option = min(tried, key=lambda option: tried[option][0].total)
+        still = f"{size(tried[option][0].total - cluster.budget)} are still missing"
+        return f"With host = {_listed(option)}{' and update_in_backward' * option.update_in_backward} {still}"
     return "The run cannot keep more in host memory (zero.host)"
 
 
-def _listed(host: tuple[HostStore, ...]) -> str:
-    return f"[{', '.join(f'"{store}"' for store in host)}]"
+def _listed(zero: ZeroConfig) -> str:
+    return f"[{', '.join(f'"{store}"' for store in zero.host)}]"
 
 
 def choose_state_spread(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
@@ -161,8 +154,7 @@ def choose_state_spread(zero: ZeroConfig, cluster: Cluster, predict: Predict) ->
     """
     if cluster.nodes == 1 or zero.state_spread == "node":
         return None
-    with suppress(ConfigurationError):
-        memory, time = predict(zero.replace(state_spread="node"))
+    for memory, time in _tried(zero, [{"state_spread": "node"}], predict).values():
         if fits(memory, cluster):
             return (
                 'Every node can hold the whole state: with state_spread = "node" a lost node loses nothing. '
@@ -176,12 +168,8 @@ def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | 
 
     ``predict`` raises a ConfigurationError for options that the model or its optimizer does not support.
     """
-    fitting: dict[Remat, tuple[PredictedMemory, StepTime]] = {}
-    for remat in get_args(Remat):
-        with suppress(ConfigurationError):
-            memory, time = predict(zero.replace(remat=remat))
-            if fits(memory, cluster):
-                fitting[remat] = memory, time
+    tried = _tried(zero, ({"remat": remat} for remat in get_args(Remat)), predict)
+    fitting = {option.remat: found for option, found in tried.items() if fits(found[0], cluster)}
     if zero.remat not in fitting:
         return None
     now = fitting[zero.remat][1].seconds

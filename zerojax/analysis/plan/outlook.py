@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.analysis.local_quality import LEAST_EVERY, expected_loss
+from zerojax.analysis.links import LEAST_EVERY, expected_loss
 from zerojax.analysis.plan.choices import (
     HostChoice,
     choose_host,

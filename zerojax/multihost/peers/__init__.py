@@ -16,6 +16,6 @@ process 0 vanish. Only a process that knows the job's token (``handshake``) reac
 """
 
 from zerojax.multihost.peers.peers import Peers
-from zerojax.multihost.peers.place import Place
+from zerojax.multihost.peers.proxy import Place
 
 __all__ = ["Peers", "Place"]

@@ -5,12 +5,10 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from zerojax.multihost.peers.coordinator import describe_silence
+from zerojax.multihost.peers.coordinator import Heartbeat, describe_silence
 from zerojax.multihost.peers.handshake import VARIABLE, introduce
-from zerojax.multihost.peers.heartbeat import Heartbeat
 from zerojax.multihost.peers.messages import Connection, Failure, Message
-from zerojax.multihost.peers.place import Place
-from zerojax.multihost.peers.proxy import ClientProxy
+from zerojax.multihost.peers.proxy import ClientProxy, Place
 
 # Seconds for the server to prove that it is this job's coordinator. It may handle strangers first.
 _PATIENCE = 30.0

@@ -13,9 +13,9 @@ from zerojax import terminal
 from zerojax.errors import EXIT_PEER_LOST, NO_RESTART, ConfigurationError, JobError
 from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.coordinator import Coordinator
-from zerojax.multihost.peers.files import reserve_files
+from zerojax.multihost.peers.listener import reserve_files
 from zerojax.multihost.peers.messages import Failure
-from zerojax.multihost.peers.place import Place
+from zerojax.multihost.peers.proxy import Place
 from zerojax.multihost.watchdog import dump_stacks
 
 # Seconds that a stuck process waits after dumping its stacks. Its end would break the collectives in which

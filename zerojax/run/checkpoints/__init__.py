@@ -11,12 +11,12 @@ from zerojax.run.checkpoints.manifest import (
     DamagedError,
     Manifest,
     Record,
+    Retention,
     read_manifest,
     read_manifests,
     verify,
 )
 from zerojax.run.checkpoints.restore import Resumed, restore, restore_base, restore_weights, resume
-from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.run_copy import RunCopy, check_copy
 from zerojax.run.checkpoints.select import (
     Choice,

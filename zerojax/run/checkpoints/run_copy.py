@@ -27,12 +27,12 @@ from zerojax.run.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
     Manifest,
+    Retention,
     parse_manifest,
     read_manifests,
     sizes_and_checksums,
 )
 from zerojax.run.checkpoints.parts import merge_parts, newest_save
-from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.object_store import ObjectStore, StoreError
 from zerojax.run.run_dir import RunFolder, write_whole
 from zerojax.validation.untrusted import dump_checked, load_checked

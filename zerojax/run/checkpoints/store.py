@@ -30,10 +30,9 @@ from zerojax.errors import RunError, error_line
 from zerojax.multihost.files import on_own_disks
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.canonical import abstract_canonical, to_canonical
-from zerojax.run.checkpoints.manifest import Record, read_manifests, write_manifest
+from zerojax.run.checkpoints.manifest import Record, Retention, read_manifests, write_manifest
 from zerojax.run.checkpoints.parts import bring_to_all_hosts, remove_merged
 from zerojax.run.checkpoints.portions import write_in_portions
-from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.run_copy import Copier, RunCopy
 from zerojax.sharding.host_memory import free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.mesh import on_gpus

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Show the results of scripts/bench/links.py and the planner's predictions as a Markdown table and curves.
+"""Show the results of scripts/bench/links.py and the planner's predictions as a Markdown table.
 
-scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture build/links.png
+scripts/bench/show_links.py --nodes 2 --gpus-per-node 1 links.json more.json
 
 Cells are thousands of tokens/s of one GPU, by the median step, and in brackets the planner's prediction. A
 rate above 400 Gb/s means no limit, and is predicted as 400. Below the table: how many are within 15%.
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import optax
 import train
 from links import MODELS, in_sequences
-from panels import Curve, draw_panels
 from rows import add_model_options
 
 import zerojax
@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument(
         "--flows", help="payload that NCCL's TCP flows carried, where a link's rate is more: 19.7gbit"
     )
-    parser.add_argument("--picture", type=Path, help="draw the curves into this PNG")
     options = parser.parse_args()
     world = options.nodes * options.gpus_per_node
     most = UNTHROTTLED
@@ -68,12 +67,11 @@ def main() -> None:
             find_gpu(options.gpu),
             min(bytes_per_second(rate), most),
         )
-        known = variant in train.VARIANTS
-        expected = predict(model, tokens, variant, cluster) if known else None
+        expected = None
+        with suppress(argparse.ArgumentTypeError):  # another system
+            expected = predict(model, tokens, variant, cluster)
         cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
     print(table(cells), *within(cells), sep="\n")
-    if options.picture:
-        draw(cells, options.picture)
 
 
 def within(cells: Cells, share: float = 0.15) -> Iterator[str]:
@@ -91,7 +89,7 @@ def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
     """Tokens/s of one GPU by the planner."""
     sequences, length = in_sequences(tokens)
     config, spec = abstract(model, length)
-    fields = dict(train.VARIANTS[variant])
+    fields = train.options_of(variant)
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat="full", **fields)
     there = on_world(spec, MeshShape(cluster.nodes, cluster.local), zero)
     work = decoder_work(
@@ -146,23 +144,6 @@ def in_words(rate: str) -> str:
     if bytes_per_second(rate) > UNTHROTTLED:
         return "no limit"
     return f"{bytes_per_second(rate) * 8 / 1e9:g} Gb/s"
-
-
-def draw(cells: Cells, path: Path) -> None:
-    """Measured curves with marks, predicted ones dashed; a panel for each model and rate."""
-    models, tokens, rates, variants = (names(cells, field) for field in range(4))
-    links = {in_words(rate): rate for rate in rates}
-
-    def curves(model: str, link: str) -> Iterator[Curve]:
-        for number, variant in enumerate(variants):
-            keys = {t: (model, t, links[link], variant) for t in tokens}
-            found = {t: cells[key] for t, key in keys.items() if key in cells}
-            yield Curve(variant, [(t, measured) for t, (measured, _) in found.items()], f"C{number}")
-            points = [(t, expected) for t, (_, expected) in found.items() if expected is not None]
-            if points:
-                yield Curve(f"{variant}, predicted", points, f"C{number}", "--")
-
-    draw_panels(path, models, list(links), curves, tokens=tokens)
 
 
 if __name__ == "__main__":
