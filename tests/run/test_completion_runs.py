@@ -92,7 +92,7 @@ def test_each_evaluation_has_samples(answering: RunFolder) -> None:
     for one in found:
         assert one["expected"] == f" {ANSWERS[one['prompt'][2]]} "
     assert all(one["completion"] == one["expected"] for one in found[4:])
-    page = html_report.render(html_report.read_run_data(answering))
+    page = html_report.render(html_report.RunData(answering))
     assert "<th>expected</th>" in page
 
 

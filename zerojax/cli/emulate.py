@@ -32,17 +32,10 @@ def run(arguments: Sequence[str]) -> None:
     )
     add = parser.add_argument
     add("--nodes", type=int, required=True, help="nodes to emulate")
-    add(
-        "--gpus-per-node",
-        type=int,
-        default=1,
-        help="GPUs, or emulated CPU devices, of each node (default: %(default)s)",
-    )
-    add(
-        "--rate",
-        default="10gbit",
-        help="rate of each link, such as 400mbit, or none for no limit (default: %(default)s)",
-    )
+    each = "GPUs, or emulated CPU devices, of each node (default: %(default)s)"
+    add("--gpus-per-node", type=int, default=1, help=each)
+    rate = "rate of each link, such as 400mbit, or none for no limit (default: %(default)s)"
+    add("--rate", default="10gbit", help=rate)
     add("--latency", help="one-way delay to add between nodes, such as 50us")
     add("--mtu", type=int, default=1500, help="bytes of the largest packet (default: %(default)s)")
     add("--platform", choices=("auto", "cpu", "gpu"), default="auto", help="default: GPUs if there are any")

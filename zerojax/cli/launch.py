@@ -219,26 +219,18 @@ def parse(arguments: Sequence[str]) -> Job:
     add("--nodes", type=int, required=True, help="processes to start; each is a node of the mesh")
     add("--devices-per-node", type=int, required=True, help="GPUs, or emulated CPU devices, of each process")
     add("--platform", choices=get_args(Platform), default=Job.platform, help="default: GPUs if there are any")
-    add(
-        "--restarts",
-        type=int,
-        default=Job.restarts,
-        help="restart after a failure at most this many times (default: %(default)s)",
-    )
-    add("--min-nodes", type=int, help="restart without the nodes that failed, down to this many")
-    add(
-        "--grace",
-        type=float,
-        default=Job.grace,
-        help="seconds that the others have to end after one has failed (default: %(default)s)",
-    )
-    add(
-        "--snapshot-seconds",
-        type=float,
-        default=Job.snapshot_seconds,
-        help="seconds of work that a restart may repeat: so often the state is copied to this machine's "
-        "memory; 0 restarts from checkpoints (default: %(default)s)",
-    )
+    numbers = {
+        "restarts": (int, "restart after a failure at most this many times (default: %(default)s)"),
+        "min_nodes": (int, "restart without the nodes that failed, down to this many"),
+        "grace": (float, "seconds that the others have to end after one has failed (default: %(default)s)"),
+        "snapshot_seconds": (
+            float,
+            "seconds of work that a restart may repeat: so often the state is copied to this machine's "
+            "memory; 0 restarts from checkpoints (default: %(default)s)",
+        ),
+    }
+    for name, (kind, text) in numbers.items():
+        add(f"--{name.replace('_', '-')}", type=kind, default=getattr(Job, name), help=text)
     add(
         "--standby",
         action=argparse.BooleanOptionalAction,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerojax.cli.options import RunPath, read_options
 from zerojax.errors import file_errors
-from zerojax.run.html_report import read_run_data, render
+from zerojax.run.html_report import RunData, render
 from zerojax.run.run_dir import RunFolder, write_whole
 
 
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> None:
     """Read the run's files and write the page."""
     options = read_options(Options, "report", arguments)
     out = options.out or options.run / "report.html"
-    page = render(read_run_data(RunFolder(options.run)))
+    page = render(RunData(RunFolder(options.run)))
     with file_errors(out, what="cannot write the report: "):
         if out.is_file() or not out.exists():
             write_whole(out, page)

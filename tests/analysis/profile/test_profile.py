@@ -15,7 +15,7 @@ from zerojax.analysis.profile import StepProfile, measure_overlap, parse_steps, 
 from zerojax.analysis.profile.events import events_of, scope_of
 from zerojax.cli import main
 from zerojax.errors import ZeroError
-from zerojax.run.html_report import read_run_data
+from zerojax.run.html_report import RunData
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 
@@ -73,7 +73,7 @@ def test_perfetto_and_tensorboard_have_their_files(profiled: RunFolder) -> None:
 def test_the_report_and_the_overlap_command_find_it(
     profiled: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (profile,) = read_run_data(profiled).profiles
+    (profile,) = RunData(profiled).profiles
     assert profile.startswith("profile/plugins/profile/")
     assert main(["overlap", str(profiled.path)]) == 0
     out = capsys.readouterr().out

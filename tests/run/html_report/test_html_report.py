@@ -13,7 +13,7 @@ import pytest
 
 from zerojax.cli import main
 from zerojax.formatting import abbreviated, percent
-from zerojax.run.html_report import read_run_data, render
+from zerojax.run.html_report import RunData, render
 from zerojax.run.html_report.charts import Chart, Series, smoothed, thinned
 from zerojax.run.html_report.run_data import read_columns
 from zerojax.run.run_dir import RunFolder
@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder: Path) -> Page:
-    return Page(render(read_run_data(RunFolder(folder))))
+    return Page(render(RunData(RunFolder(folder))))
 
 
 def titles(page: Page) -> list[str | None]:
@@ -113,7 +113,7 @@ def test_on_a_narrow_page_the_main_chart_is_drawn_in_a_box_whose_labels_can_be_r
 def test_a_run_that_went_on_after_it_was_killed(finished_copy: RunFolder) -> None:
     finished_copy.begin_session(6, devices=8, notes=["resuming from step 6"])
     finished_copy.begin_session(6, devices=4, notes=[])
-    run = read_run_data(finished_copy)
+    run = RunData(finished_copy)
     assert [one["status"] for one in run.sessions] == ["finished", "killed", "running"]
     page = page_of(finished_copy.path)
     assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count(
@@ -221,7 +221,7 @@ def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) ->
     assert page.text.count("lost") == page.text.count("1 + 1 =") == 16
     assert "<19>" in page.text
     # The curve begins with what the first weights earn.
-    steps, values = read_run_data(folder).series("validation_reward")
+    steps, values = RunData(folder).series("validation_reward")
     assert (steps.tolist(), values.tolist()) == ([0, 1, 2], [0.125, 0.75, 0.75])
 
 
@@ -290,7 +290,7 @@ def test_of_two_lines_about_a_step_the_later_counts(tmp_path: Path) -> None:
     assert found["step"].steps.tolist() == [1, 2, 3, 4]
     np.testing.assert_array_equal(found["loss"].values, [0.5, 0.5, np.nan])
     assert [x.tolist() for x in found["mfu"]] == [[4], [0.25]]
-    run = read_run_data(RunFolder(tmp_path))
+    run = RunData(RunFolder(tmp_path))
     assert (run.skipped, run.steps, run.finite("loss")) == ([1, 2], [1, 2, 3, 4], [0.5, 0.5])
 
 

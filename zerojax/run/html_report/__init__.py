@@ -1,6 +1,6 @@
 """A self-contained HTML page about a run: it loads nothing from the network or from other files."""
 
 from zerojax.run.html_report.page import render
-from zerojax.run.html_report.run_data import RunData, read_run_data
+from zerojax.run.html_report.run_data import RunData
 
-__all__ = ["RunData", "read_run_data", "render"]
+__all__ = ["RunData", "render"]

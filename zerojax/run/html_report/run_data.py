@@ -4,9 +4,8 @@ import sys
 import time
 from array import array
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -34,15 +33,12 @@ class Column(NamedTuple):
     values: Float64[np.ndarray, " points"]
 
 
-@dataclass(frozen=True)
 class RunData:
-    """The data of a run, as far as they can be read.
+    """The data in a run's folder. Files that cannot be read are skipped and noted.
 
     Attributes:
         name: the folder's name.
         path: the folder.
-        status: "finished", "failed", "stopped", "running", or "unknown".
-        reason: why it failed or stopped, or None.
         summary: ``run.json``.
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
@@ -53,21 +49,53 @@ class RunData:
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
         checkpoints: the steps of the checkpoints.
         profiles: folders with a trace, relative to the run's folder.
+
+    Raises:
+        ConfigurationError: there is no run.
     """
 
-    name: str
-    path: str
-    status: str
-    reason: str | None
-    summary: dict[str, Any]
-    config: dict[str, dict[str, Any]]
-    changed: frozenset[str]
-    columns: dict[str, Column]
-    samples: list[dict[str, Any]]
-    notes: list[str]
-    written: float | None
-    checkpoints: list[int]
-    profiles: list[str]
+    def __init__(self, folder: RunFolder) -> None:
+        if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
+            raise ConfigurationError(
+                f"{folder.path} is not a run folder: it has no {folder.config.name}. Name the folder of a run"
+            )
+        self.name, self.path = folder.path.absolute().name, str(folder.path)
+        self.notes: list[str] = []
+        self.columns, damaged = read_columns(folder.metrics)
+        if damaged:
+            lines = "1 line" if damaged == 1 else f"{damaged} lines"
+            self.notes.append(f"{lines} of {folder.metrics.name} cannot be read and were skipped.")
+        self.summary = folder.read_summary()
+        if not self.summary:
+            name = folder.summary.name
+            what = f"{name} cannot be read" if folder.summary.is_file() else f"There is no {name}"
+            self.notes.append(f"{what}: how the run ended is not known.")
+        self.written = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
+        silence = time.time() - (self.written or 0)
+        if not self.columns:
+            self.notes.append("No step is done yet, so there is nothing to draw.")
+        elif self.status == "running" and silence > _SILENCE_SECONDS:
+            self.notes.append(
+                f"The run is marked as running, and wrote its last step {silence / 60:.0f} minutes ago: "
+                "it may have been killed."
+            )
+        self.config, self.changed = _config(folder, self.notes)
+        samples = (one for one in iterate_lines(folder.samples) if one is not None and one.keys() >= _SAMPLE)
+        self.samples = list(deque(samples, _SAMPLES))
+        self.checkpoints = step_dirs.steps(folder.checkpoints)
+        traces = folder.profile.glob("**/*.xplane.pb")
+        self.profiles = sorted(str(trace.parent.relative_to(folder.path)) for trace in traces)
+
+    @property
+    def status(self) -> str:
+        """One of "finished", "failed", "stopped", "running", or "unknown"."""
+        return str(self.summary.get("status", "unknown"))
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run failed or stopped."""
+        reason = self.summary.get("reason")
+        return None if reason is None else str(reason)
 
     def series(self, name: str) -> Column:
         """The values of a name; no steps if there are none.
@@ -101,58 +129,6 @@ class RunData:
         return sessions(self.summary)
 
 
-def read_run_data(folder: RunFolder) -> RunData:
-    """Read a run's folder; skip and note files that cannot be read.
-
-    Raises:
-        ConfigurationError: there is no run.
-    """
-    if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
-        raise ConfigurationError(
-            f"{folder.path} is not a run folder: it has no {folder.config.name}. Name the folder of a run"
-        )
-    notes: list[str] = []
-    columns, damaged = read_columns(folder.metrics)
-    if damaged:
-        lines = "1 line" if damaged == 1 else f"{damaged} lines"
-        notes.append(f"{lines} of {folder.metrics.name} cannot be read and were skipped.")
-    summary = folder.read_summary()
-    if not summary:
-        name = folder.summary.name
-        what = f"{name} cannot be read" if folder.summary.is_file() else f"There is no {name}"
-        notes.append(f"{what}: how the run ended is not known.")
-    status = str(summary.get("status", "unknown"))
-    written = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
-    if not columns:
-        notes.append("No step is done yet, so there is nothing to draw.")
-    elif status == "running":
-        silence = time.time() - (written or 0)
-        if silence > _SILENCE_SECONDS:
-            notes.append(
-                f"The run is marked as running, and wrote its last step {silence / 60:.0f} minutes ago: "
-                "it may have been killed."
-            )
-    config, changed = _config(folder, notes)
-    reason = summary.get("reason")
-    return RunData(
-        name=folder.path.absolute().name,
-        path=str(folder.path),
-        status=status,
-        reason=None if reason is None else str(reason),
-        summary=summary,
-        config=config,
-        changed=changed,
-        columns=columns,
-        samples=list(deque((one for one in iterate_lines(folder.samples) if _is_sample(one)), _SAMPLES)),
-        notes=notes,
-        written=written,
-        checkpoints=step_dirs.steps(folder.checkpoints),
-        profiles=sorted(
-            str(p.parent.relative_to(folder.path)) for p in folder.profile.glob("**/*.xplane.pb")
-        ),
-    )
-
-
 def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
     """The settings as written, perhaps by another version of zerojax, and which differ from the defaults."""
     try:
@@ -169,10 +145,6 @@ def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, An
         if defaults.get(section, {}).get(key) != value
     )
     return sections, changed
-
-
-def _is_sample(line: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    return line is not None and line.keys() >= _SAMPLE
 
 
 def read_columns(path: Path) -> tuple[dict[str, Column], int]:
