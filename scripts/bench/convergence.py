@@ -70,16 +70,10 @@ LOCAL: dict[str, Any] = {
     "outer_delay": 2,
     "outer_mixing": 0.5,
 }
-AVERAGE: dict[str, Any] = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
 SUM: dict[str, Any] = {"outer_learning_rate": 1.0, "outer_momentum": 0.5, "outer_mixing": 0.0}
 LOCAL_KINDS: dict[str, dict[str, Any]] = {
     "": {},
-    "-average": AVERAGE,
-    "-average-unmixed": {**AVERAGE, "outer_mixing": 0.0},
-    "-momentum-0.6": {"outer_momentum": 0.6},
-    "-unmixed": {"outer_mixing": 0.0},
     "-sum": SUM,
-    "-sum-int2": {**SUM, "weights": "int2", "grads": ("compute", "int2")},
     "-exact": {"weights": "fp32", "grads": ("compute", "fp32"), "rotation": 0, "error_feedback": False},
 }
 """By what the names of local updates end in, the keys in which these differ from ``LOCAL``."""
@@ -93,25 +87,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero++-int8-local": {**ZERO_PP, "grads": ("int8", "int4")},
     "zero++-rotated": {**ZERO_PP, "rotation": 32},
     "zero++-int8-local-rotated": {**ZERO_PP, "grads": ("int8", "int4"), "rotation": 32},
-    "delta-nearest-unrotated": {**DELTA, "rotation": 0},
     "delta-stochastic-unrotated": {**DELTA, "rounding": "stochastic", "rotation": 0},
     "delta-nearest-feedback": {**DELTA, "error_feedback": True},
     "delta-stochastic-int8": {**DELTA, "rounding": "stochastic", "grads": ("int8", "int8")},
-    "delta-stochastic-weights-int8": {**DELTA, "rounding": "stochastic", "weights": "int8"},
-    "delta-nearest-256": {**DELTA, "block_size": 256},
-    # For Muon, whose matrices' gradients are else encoded twice between nodes.
-    "delta-stochastic-spread": {**DELTA, "rounding": "stochastic", "matrix_spread": "world"},
-    # All master weights in every node: the gradients of all matrices are encoded twice between nodes.
-    "delta-stochastic-node": {**DELTA, "rounding": "stochastic", "state_spread": "node"},
-    "delta-feedback-node": {**DELTA, "error_feedback": True, "state_spread": "node"},
-    "zero++-fp6": {**ZERO_PP, "weights": "fp6"},
     **{f"weights-{fmt}": {**DIRECT, "weights": fmt} for fmt in ("int8", "fp6", "int4", "int2")},
     **{f"deltas-{fmt}": {**DELTA, **EXACT_GRADIENTS, "weights": fmt} for fmt in ("int8", "int4", "int2")},
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
     "delta-fp8": {**DELTA, "rounding": "stochastic", "matmul_dtype": "fp8"},
     "zero3-bf16-moments": {"preset": "zero3", "moments": "bfloat16"},
     "zero3-float8-moments": {"preset": "zero3", "moments": "float8"},
-    "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
     **{
         f"local-{every}{kind}": {**LOCAL, **keys, "every": every}
         for every in (16, 32, 64, 128)

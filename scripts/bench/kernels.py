@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from pallas_kernels import nf4_reference, reference
 from pallas_kernels.formats import nf4_sections
+from zerojax.analysis.profile import read_events
 
 BLOCK = 256
 NF4_BLOCK = 64
@@ -219,15 +220,7 @@ def _device_seconds(compiled: Callable, sets: list[tuple]) -> float:
         with jax.profiler.trace(folder):
             jax.block_until_ready(compiled(sets))
         (path,) = Path(folder).glob("**/*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        spent = sum(
-            event.duration_ns
-            for plane in planes
-            if plane.name.startswith("/device:GPU")
-            for stream in plane.lines
-            if stream.name.startswith("Stream")
-            for event in stream.events
-        )
+        spent = sum(event.end - event.start for event in read_events(path))
     return spent / 1e9 / len(sets)
 
 
