@@ -107,7 +107,7 @@ def ahead_of_time(options: argparse.Namespace) -> None:
     for preset in options.preset:
         first = None
         for layers in options.layers:
-            runs = [seconds(layers, preset, options.config) for _ in range(options.repeat)]
+            runs = [seconds(layers, preset, options.config) for _ in range(3)]
             best = min(runs, key=lambda run: sum(run.values()))
             total = sum(best.values())
             first = first or total
@@ -204,7 +204,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["zero3"])
     parser.add_argument("--config", default="gpt-350m")
-    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--first-step", action="store_true", help="time to the end of the first step, here")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="with --first-step")
     parser.add_argument("--small", action="store_true", help="likewise: small models")

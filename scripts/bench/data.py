@@ -23,13 +23,13 @@ from zerojax.run.data.source import TextSource
 from zerojax.run.data.tokens import TokenFile
 
 _MEAN_DOCUMENT = 2000
+_LENGTH = 2048
 
 
 def main() -> None:
     """Measure, and print a line for each measurement."""
     parser = harness.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=60, help="of text to prepare")
-    parser.add_argument("--length", type=int, default=2048, help="of a sequence")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a batch")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +42,7 @@ def main() -> None:
             part = measure(
                 name, DataSection(source=str(text), tokenizer=tokenizer), Path(folder) / name[::-1]
             )
-            measure_reading(name, part.train, options.length, options.batch)
+            measure_reading(name, part.train, _LENGTH, options.batch)
 
 
 def write_documents(path: Path, size: int) -> None:

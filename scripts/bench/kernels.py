@@ -278,7 +278,6 @@ def main() -> None:
     """Parse the command line, measure, report."""
     parser = harness.parser(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="bf16 bytes of the data")
-    parser.add_argument("--only", nargs="+", help="these kernels alone, named as in the table")
     parser.add_argument("--formats", nargs="+", default=[*pk.QUANTIZED, *pk.STORED, "int8 to int4"])
     parser.add_argument("--no-xla", action="store_true", help="do not measure XLA's version")
     parser.add_argument("--out", type=Path, default=Path("bench_kernels"))
@@ -292,7 +291,7 @@ def main() -> None:
         n = megabytes << 19
         copy_program.cache_clear()
         for case in [*encode_cases(n), *decode_cases(n), *nf4_cases(n), *sum_cases(n)]:
-            if (options.only and case.kernel not in options.only) or case.fmt not in options.formats:
+            if case.fmt not in options.formats:
                 continue
             result = measure(case, n, megabytes, not options.no_xla)
             results.append(result)

@@ -61,7 +61,7 @@ def shape(length: int, options: argparse.Namespace) -> GPTConfig:
         tied=False,
         biases=False,
         max_seq_len=length,
-        token_tile=options.tile,
+        token_tile=TILE,
         attention=options.attention,
     )
 
@@ -126,7 +126,6 @@ def main() -> None:
     parser.add_argument("--remat", choices=get_args(Remat), default="full")
     parser.add_argument("--attention", choices=get_args(AttentionKernel), default="auto")
     parser.add_argument("--fp8", action="store_true", help="matmuls in fp8; attention stays in bfloat16")
-    parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")
     parser.add_argument("--gpu", default="h100", help="whose peak counts")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--compile-first", action="store_true", help="before the first step")

@@ -38,6 +38,9 @@ SHORTEST, LONGEST = 512, 8192
 ROW_FLOPS = 14
 """Of a pair of tokens, forward and backward, per head and dimension."""
 
+SECONDS = 0.25
+"""Of runs of each measurement."""
+
 ON_GPU = jax.default_backend() == "gpu"
 PLAIN: AttentionKernel = "cudnn" if ON_GPU else "xla"
 MASK = "cuDNN with a mask"
@@ -180,7 +183,7 @@ def step_of(attend: Attend) -> Step:
     return step
 
 
-def measure(case: Case, seconds: float) -> None:
+def measure(case: Case) -> None:
     """Print a table of one case."""
     print(f"\n{case.describe()}: {case.pairs / 1e6:.1f} M pairs")
     columns = ("ms", 8), ("TFLOP/s", 8), ("of row", 7), ("of equal", 8), ("temp GB", 8)
@@ -197,7 +200,7 @@ def measure(case: Case, seconds: float) -> None:
         start = time.monotonic()
         compiled = jax.jit(step_of(attend)).lower(*given, documents).compile()
         took = time.monotonic() - start
-        ms = milliseconds(lambda: compiled(*given, documents), seconds)
+        ms = milliseconds(lambda: compiled(*given, documents), SECONDS)
         rate = ROW_FLOPS * pairs * case.heads * case.width / ms / 1e9
         if name in bases:
             bases[name] = rate
@@ -220,7 +223,7 @@ def measure(case: Case, seconds: float) -> None:
             attempt(name, partial(rate_of, name, attend, case.pairs))
 
 
-def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> None:
+def measure_steps(tokens: int, heads: int, kv_heads: int) -> None:
     """Print the time of training steps of a small model, and that the losses agree."""
     config = GPTConfig(
         vocab_size=1024, layers=4, d_model=64 * heads, heads=heads, kv_heads=kv_heads, max_seq_len=tokens,
@@ -249,7 +252,7 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
             losses.append(metrics["loss"])
             return losses[-1]
 
-        ms = milliseconds(step, seconds)
+        ms = milliseconds(step, SECONDS)
         first = ", ".join(f"{float(x):.4f}" for x in losses[:3])
         print(f"  {kernel:<22} {ms:8.2f} ms, losses {first}", flush=True)
 
@@ -263,7 +266,6 @@ def main() -> None:
     parser = harness.parser(__doc__, heads=16, kv_heads=4)
     parser.add_argument("--small", action="store_true", help="short rows")
     parser.add_argument("--budget", type=float, default=80, help="seconds after which no case begins")
-    parser.add_argument("--each", type=float, default=0.25, help="seconds of runs of each measurement")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to measure, from 0 on")
     parser.add_argument("--steps", action="store_true", help="time steps of a model as well")
     options = parser.parse_args()
@@ -294,8 +296,8 @@ def main() -> None:
     work: list[Callable[[], None]] = []
     if options.steps:
         shape = k if options.small else 16 * k, options.heads, options.kv_heads
-        work.append(partial(measure_steps, *shape, options.each))
-    work += [partial(measure, cases[number], options.each) for number in chosen]
+        work.append(partial(measure_steps, *shape))
+    work += [partial(measure, cases[number]) for number in chosen]
     for number, part in enumerate(work):
         if time.monotonic() - begin > options.budget:
             print(f"\nno time left for the last {len(work) - number}")

@@ -59,7 +59,6 @@ def main() -> None:
     parser = harness.parser(__doc__, kills=4, nodes=2)
     parser.add_argument("--steps", type=int, default=40, help="before the first kill")
     parser.add_argument("--seconds", type=float, default=12, help="from a new step to the next kill")
-    parser.add_argument("--deadline", type=float, default=3600, help="seconds after which no kill begins")
     parser.add_argument("--launch", type=shlex.split, default=[], help="more options of zerojax launch")
     parser.add_argument("--folder", type=Path, help="of the run; by default a temporary one")
     options, train = parser.parse_known_args()
@@ -72,14 +71,11 @@ def main() -> None:
         *(*train, "--run-dir", str(folder.path)),
     ]
     rows: list[dict[str, float]] = []
-    end = time.monotonic() + options.deadline
     with folder.path.with_suffix(".log").open("wb") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_for_step(job, folder, options.steps)
         for kill in range(1, options.kills + 1):
-            if time.monotonic() > end:
-                break
             reached, killed = last_step(folder), time.monotonic()
             kill_one(job, options.nodes)
             phases = recovery_after(job, folder, kill)

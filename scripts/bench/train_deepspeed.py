@@ -10,11 +10,10 @@ and the optimizer is PyTorch's fused AdamW, which needs no build. ZeRO++'s kerne
 which needs nvcc, ninja and perhaps CUDA_HOME, and takes minutes without MAX_JOBS=32 TORCH_CUDA_ARCH_LIST=9.0.
 On a CPU (DS_ACCELERATOR=cpu, --device cpu) ZeRO++ does not run.
 
-"ds-offload" keeps masters and moments in host memory and updates them there with DeepSpeedCPUAdam, which is
-compiled at first use with g++ and ninja; "ds-offload-torch-x8" updates with PyTorch's fused AdamW instead.
-Micro-batches (-x8) are summed in bf16, DeepSpeed's default. The host needs 18 bytes for each parameter, more
-where PyTorch rounds pinned buffers up to powers of two; a PyTorch that knows it does not with
-PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:1.
+"ds-offload-x8" keeps masters and moments in host memory and updates them there with DeepSpeedCPUAdam, which
+is compiled at first use with g++ and ninja. Its 8 micro-batches are summed in bf16, DeepSpeed's default. The
+host needs 18 bytes for each parameter, more where PyTorch rounds pinned buffers up to powers of two; with
+PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:1 a PyTorch that knows it does not.
 """
 
 # pyright: reportMissingImports=false
@@ -42,31 +41,23 @@ ZERO_PLUS_PLUS = {
     "zero_quantized_gradients": True,
 }
 OFFLOAD = {**ZERO3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
-# Also in fp16: the norm reveals whether DeepSpeed's kernels read bf16 gradients as fp16.
 PEERS: dict[str, dict[str, Any]] = {
     "ds-zero3": {"zero": ZERO3},
     "ds-zero++": {"zero": ZERO_PLUS_PLUS},
-    "ds-zero++16": {"zero": ZERO_PLUS_PLUS, "dtype": torch.float16},
-    "ds-offload": {"zero": OFFLOAD, "adamw": DeepSpeedCPUAdam},
     "ds-offload-x8": {"zero": OFFLOAD, "adamw": DeepSpeedCPUAdam, "micro_batches": 8},
-    "ds-offload-torch-x8": {"zero": OFFLOAD, "micro_batches": 8},
 }
 
 
 def main() -> None:
     """Time each peer and print a line for it."""
-    parser = peer_blocks.make_parser(__doc__ or "", list(PEERS), ["ds-zero3", "ds-zero++"])
-    parser.add_argument("--reduce-bucket", type=int, help="elements; instead of the documented sizes")
-    parser.add_argument("--prefetch-bucket", type=int, help="elements; instead of the documented sizes")
-    options = peer_blocks.parse(parser)
-    quantized = [name for name in options.peers if "zero_quantized_weights" in PEERS[name]["zero"]]
-    if len(quantized) > 1:
-        parser.error("DeepSpeed makes its hpZ groups once in a process: one of its ZeRO++ peers a run")
+    options = peer_blocks.parse(
+        peer_blocks.make_parser(__doc__ or "", list(PEERS), ["ds-zero3", "ds-zero++"])
+    )
     device = peer_blocks.pick_device(options)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     peer_blocks.say("connecting")
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
-    if quantized:
+    if "ds-zero++" in options.peers:
         build_quantizer()
     peer_blocks.measure_all(options, device, build, PEERS)
 
@@ -89,21 +80,20 @@ def build(
     device: torch.device,
     *,
     zero: dict[str, Any],
-    dtype: torch.dtype = torch.bfloat16,
     adamw: Callable[..., torch.optim.Optimizer] = FusedAdamW,
     micro_batches: int = 1,
 ) -> peer_blocks.Peer:
     """A peer's engine and its step."""
     torch.manual_seed(0)
-    blocks = [peer_blocks.make_block(options, device).to(dtype) for _ in range(options.layers)]
+    blocks = [peer_blocks.make_block(options, device).to(torch.bfloat16) for _ in range(options.layers)]
     if options.checkpoint:
         blocks = [checkpoint_wrapper(block, preserve_rng_state=False) for block in blocks]
     model = peer_blocks.BlockStack(blocks, peer_blocks.make_rope(options, device))
     parameters = sum(weight.numel() for weight in model.parameters())
     optimizer = adamw(model.parameters(), lr=1e-4, weight_decay=1e-4)
-    config = make_config(options, zero, dtype, micro_batches)
+    config = make_config(options, zero, micro_batches)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    batch = peer_blocks.make_batch(options, device, micro_batches, dtype)
+    batch = peer_blocks.make_batch(options, device, micro_batches, torch.bfloat16)
 
     def step() -> torch.Tensor:
         total = torch.zeros((), device=device)
@@ -120,23 +110,16 @@ def build(
     return peer_blocks.Peer(name, micro_batches, step, norm, parameters, close=engine.destroy)
 
 
-def make_config(
-    options: argparse.Namespace, zero: dict[str, Any], dtype: torch.dtype, micro_batches: int
-) -> dict[str, Any]:
+def make_config(options: argparse.Namespace, zero: dict[str, Any], micro_batches: int) -> dict[str, Any]:
     """DeepSpeed's configuration."""
-    zero = dict(zero)
     if "zero_quantized_weights" in zero:
-        zero["zero_hpz_partition_size"] = int(os.environ["LOCAL_WORLD_SIZE"])
-    if options.reduce_bucket:
-        zero["reduce_bucket_size"] = options.reduce_bucket
-    if options.prefetch_bucket:
-        zero["stage3_prefetch_bucket_size"] = options.prefetch_bucket
+        zero = {**zero, "zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"])}
     return {
         "train_micro_batch_size_per_gpu": options.sequences,
         "gradient_accumulation_steps": micro_batches,
         # PyTorch's AdamW may update on the host.
         "zero_force_ds_cpu_optimizer": False,
-        "fp16" if dtype == torch.float16 else "bf16": {"enabled": True},
+        "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
 

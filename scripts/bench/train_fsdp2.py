@@ -9,12 +9,12 @@
             scripts/bench/train_fsdp2.py --peers fsdp2 hsdp hsdp-x8'
 
 Settings are the documented best: blocks compiled, bf16 parameters and reductions over fp32 masters,
-fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed. The peers with fp8 need
-torchao: "tensorwise" gathers weights in fp8, which "rowwise" cannot. The peers that end in "-gathers" are for
+fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed. "fsdp2-fp8" needs
+torchao, and gathers weights in fp8 by tensor-wise scales. The peers that end in "-gathers" are for
 --qwen3-moe: tokens get to rows and back by gathers in both passes, not by an index whose gradient adds up.
 With --qwen3.5 linear attention is flash-linear-attention's layer (``peer_blocks.LinearAttention``).
-In "fsdp2-cp" all ranks share each row, by PyTorch's context parallelism: keys and values are gathered, and in
-"fsdp2-cp-ring" sent around; queries stay. Attention is then outside of the compiled code.
+In "fsdp2-cp" all ranks share each row, by PyTorch's context parallelism: keys and values are gathered,
+queries stay. Attention is then outside of the compiled code.
 """
 
 # pyright: reportMissingImports=false
@@ -41,10 +41,8 @@ PEERS: dict[str, dict[str, Any]] = {
     "hsdp-x8": {"hsdp": True, "micro_batches": 8},
     "fsdp2-gathers": {"gathers": True},
     "hsdp-gathers": {"hsdp": True, "gathers": True},
-    "fsdp2-cp": {"rotate": "allgather"},
-    "fsdp2-cp-ring": {"rotate": "alltoall"},
-    "fsdp2-fp8": {"fp8": "tensorwise"},
-    "fsdp2-fp8-rowwise": {"fp8": "rowwise"},
+    "fsdp2-cp": {"shared": True},
+    "fsdp2-fp8": {"fp8": True},
 }
 
 
@@ -67,21 +65,20 @@ def build(
     *,
     hsdp: bool = False,
     micro_batches: int = 1,
-    fp8: str | None = None,
+    fp8: bool = False,
     gathers: bool = False,
-    rotate: str | None = None,
+    shared: bool = False,
 ) -> peer_blocks.Peer:
     """A peer's sharded model, its optimizer and its step."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (world // local, local) if hsdp else (world,)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "local")[-len(shape) :])
-    shared = rotate is not None
-    model = shard(options, device, mesh, fp8, gathers=gathers, shared=shared)
+    model = shard(options, device, mesh, fp8=fp8, gathers=gathers, shared=shared)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     batch = peer_blocks.make_batch(options, device, micro_batches, torch.bfloat16, shared=shared)
     sharing = ExitStack()
-    if rotate is not None:
-        set_rotate_method(rotate)
+    if shared:
+        set_rotate_method("allgather")
         sharing.enter_context(share(mesh, batch, model.rope))
 
     def step() -> torch.Tensor:
@@ -95,7 +92,7 @@ def build(
             loss.backward()
             total += loss.detach()
         optimizer.step()
-        if fp8 == "tensorwise":
+        if fp8:
             precompute_scales(model)
         return total
 
@@ -128,8 +125,8 @@ def shard(
     options: argparse.Namespace,
     device: torch.device,
     mesh: DeviceMesh,
-    fp8: str | None,
     *,
+    fp8: bool,
     gathers: bool,
     shared: bool,
 ) -> Any:
@@ -145,8 +142,8 @@ def shard(
     blocks = []
     for number in range(options.layers):
         block = peer_blocks.make_block(options, device, number, gathers=gathers)
-        if fp8 is not None:
-            convert(block, fp8)
+        if fp8:
+            convert(block)
         if shared:
             block.attention.attend = torch.compiler.disable(peer_blocks.attend)
             block = torch.compile(block)
@@ -165,15 +162,11 @@ def shard(
     return model
 
 
-def convert(block: torch.nn.Module, recipe: str) -> None:
+def convert(block: torch.nn.Module) -> None:
     """Turn a block's linear layers into torchao's, in place."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if recipe == "tensorwise":
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    else:
-        config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(block, config=config)
+    convert_to_float8_training(block, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
 
 
 def precompute_scales(model: torch.nn.Module) -> None:
