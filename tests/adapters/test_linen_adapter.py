@@ -163,7 +163,7 @@ class Caller:
     [
         pytest.param(whole, (Coder,), marks=pytest.mark.slow),
         (by_methods, (Coder,)),
-        (by_keyword, (Coder,)),
+        pytest.param(by_keyword, (Coder,), marks=pytest.mark.slow),
         (with_state, (Coder,)),
         pytest.param(with_state, (), marks=pytest.mark.slow),
         pytest.param(applied, (Coder,), marks=pytest.mark.slow),

@@ -24,6 +24,7 @@ from generation_models import (
     next_token_loss,
     prompts,
 )
+from grids import grid
 
 import zerojax
 from zerojax import LoRA, ZeroError
@@ -67,14 +68,13 @@ MODELS = {
     **{"stack": SMALL, "list": LISTED, "user": Averages},
     **{"recurrent": RECURRENT, "short": SHORT, "one branch": ONE_BRANCH, "kimi": KIMI},
 }
-SOME = [("stack", (1, 1), "compute"), ("recurrent", (1, 1), "compute")]
-MORE = [
+CASES = [
     (name, mesh, form)
     for name in MODELS
     for mesh in [(1, 1), (2, 4), (3, 2)]
     for form in ("compute", "gathered")
-    if (name, mesh, form) not in SOME
 ]
+ALONE = (1, 1), "compute"
 
 
 @functools.cache
@@ -88,9 +88,7 @@ def wanted(name: str, count: int = 7):
     return stop, [(answer[:end], scores[:end]) for (answer, scores), end in zip(free, ends, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "form"), [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
+@pytest.mark.parametrize(("name", "mesh", "form"), grid(CASES, ("stack", *ALONE), ("recurrent", *ALONE)))
 def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
     stop, expected = wanted(name)
     state = create(MODELS[name], *mesh)
@@ -100,15 +98,9 @@ def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
     assert_same(got, expected)
 
 
-IN_PIECES = [
-    ("stack", (2, 4), "gathered"),
-    *((name, (1, 1), "compute") for name in ("recurrent", "short", "one branch", "kimi")),
-]
-
-
 @pytest.mark.parametrize(
     ("name", "mesh", "form"),
-    [*IN_PIECES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case[0] != "stack")],
+    grid(CASES, ("stack", (2, 4), "gathered"), ("one branch", *ALONE), ("kimi", *ALONE)),
 )
 def test_prompts_that_are_prefilled_in_pieces_have_the_same_responses(name, mesh, form, monkeypatch):
     monkeypatch.setattr("zerojax.generation.engine._PREFILL_TOKENS", 5)

@@ -1,6 +1,7 @@
 """The gated delta rule: chunked against token by token, with documents, gradients and states."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_delta_rule
 import pytest
+from grids import grid
 
 from pallas_kernels.delta_chunks_reference import CHUNK
 from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convolution
@@ -15,7 +17,9 @@ from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convo
 BATCH, KEY_HEADS, HEADS, DIM, WIDTH = 2, 2, 4, 8, 6
 
 
-EACH = pytest.mark.parametrize("rule", ["delta", "mamba2", "kimi"])
+RULES = ("delta", "mamba2", "kimi")
+TIMES = (1, 40, 2 * CHUNK, 2 * CHUNK + 37)
+EACH = pytest.mark.parametrize("rule", RULES)
 
 
 def inputs(time: int, seed: int = 0, *, rule: str = "delta") -> dict[str, Any]:
@@ -54,9 +58,15 @@ def fp32(given: dict[str, Any]) -> dict[str, Any]:
     return {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
 
 
-@EACH
-@pytest.mark.parametrize("time", [1, 40, 2 * CHUNK, 2 * CHUNK + 37])
-def test_chunks_give_the_result_of_single_tokens(time, rule):
+@pytest.mark.parametrize(
+    ("rule", "time"),
+    grid(
+        itertools.product(RULES, TIMES),
+        *(("delta", time) for time in TIMES),
+        *((rule, TIMES[-1]) for rule in RULES),
+    ),
+)
+def test_chunks_give_the_result_of_single_tokens(rule, time):
     given = inputs(time, rule=rule)
     for numbers in (np.zeros((BATCH, time), np.int32), documents_of(time))[: 1 if time == 1 else 2]:
         out, _ = jax.jit(gated_delta_rule)(**fp32(given), documents=jnp.asarray(numbers))

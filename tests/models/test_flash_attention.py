@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from grids import grid
 from jax.sharding import SingleDeviceSharding
 from plain_flash import flash
 
@@ -54,7 +55,10 @@ def heads(seed: int, count: int) -> jax.Array:
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize(("window", "most"), [(None, 2), (3, 2), ("data", 2), ("data", None)])
+@pytest.mark.parametrize(
+    ("window", "most"),
+    grid([(None, 2), (3, 2), ("data", 2), ("data", None)], (3, 2), ("data", 2), ("data", None)),
+)
 def test_outputs_and_gradients_equal_attention_with_a_mask(window, most, monkeypatch):
     monkeypatch.setattr(flash_attention, "_BACKEND", "reference")
     inputs = heads(0, 4), heads(1, 2), heads(2, 2)[..., :4]

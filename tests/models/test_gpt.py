@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from grids import grid
 from model_shapes import GEMMA, LLAMA, MIXED, OLMO, PARALLEL
 
 from zerojax.errors import ZeroError
@@ -60,7 +61,7 @@ def test_future_tokens_do_not_change_past_logits(family):
     assert not np.allclose(before[:, 7:], after[:, 7:])
 
 
-@EACH
+@pytest.mark.parametrize("family", grid(FAMILIES, "gpt2", "mixed"))
 def test_a_scanned_stack_computes_what_a_list_of_blocks_computes(family):
     (scanned, logits), listed = computed(family), make(**FAMILIES[family], scan=False)
     stacked = nnx.state(scanned.blocks.block, nnx.Param)
@@ -71,7 +72,7 @@ def test_a_scanned_stack_computes_what_a_list_of_blocks_computes(family):
     np.testing.assert_allclose(logits_of(listed, draw_tokens()), logits, atol=2e-5)
 
 
-@EACH
+@pytest.mark.parametrize("family", grid(FAMILIES, "gpt2", "gemma"))
 def test_half_precision_weights_compute_in_half_precision(family):
     (model, exact), tokens = computed(family), draw_tokens()
     graph, params = nnx.split(model)

@@ -106,7 +106,10 @@ def test_recurrent_layers_take_no_flops_for_pairs_of_tokens():
     [
         *(replace(one, layers=2, recurrent_layers=(0,)) for one in (DELTA, SHORT, MAMBA)),
         TWO_KIMI,
-        replace(MAMBA, layers=3, recurrent_layers=(0,), mlp_layers=(2,), mlp="relu2"),
+        pytest.param(
+            replace(MAMBA, layers=3, recurrent_layers=(0,), mlp_layers=(2,), mlp="relu2"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gated_delta", "short_conv", "mamba2", "kimi_delta", "one branch"],
 )
@@ -135,7 +138,8 @@ def test_packed_documents_are_computed_as_if_alone(config):
 @pytest.mark.parametrize(
     ("config", "mesh", "options"),
     [
-        (DELTA, (1, 1), {}),
+        (replace(DELTA, layers=2, recurrent_layers=(0,)), (3, 2), {}),
+        pytest.param(DELTA, (1, 1), {}, marks=pytest.mark.slow),
         pytest.param(DELTA, (2, 4), {}, marks=pytest.mark.slow),
         pytest.param(DELTA, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
         pytest.param(MIXTURE, (2, 2), {}, marks=pytest.mark.slow),
@@ -146,8 +150,8 @@ def test_packed_documents_are_computed_as_if_alone(config):
         pytest.param(replace(OLMO, layers=4, recurrent_layers=(0, 1, 2)), (1, 2), {}, marks=pytest.mark.slow),
         # Two groups, so each is on two devices.
         (replace(MAMBA, layers=2, recurrent_layers=(0,)), (1, 4), {"sequence_parallel": 4}),
-        (NEMOTRON, (3, 2), {}),
-        (TWO_KIMI, (2, 4), {"sequence_parallel": 2}),
+        pytest.param(NEMOTRON, (3, 2), {}, marks=pytest.mark.slow),
+        pytest.param(TWO_KIMI, (2, 4), {"sequence_parallel": 2}, marks=pytest.mark.slow),
         pytest.param(MAMBA, (1, 4), {"sequence_parallel": 4}, marks=pytest.mark.slow),
         pytest.param(KIMI, (2, 4), {"sequence_parallel": 2}, marks=pytest.mark.slow),
         pytest.param(KIMI, (1, 1), {}, marks=pytest.mark.slow),

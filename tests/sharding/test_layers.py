@@ -146,7 +146,7 @@ BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
         pytest.param(PERIOD, 4, (1, 2), {}, 1e-5, marks=SLOW),
         pytest.param(ALL_BUT_ONE, 10, (2, 2), {}, 1e-5, marks=SLOW),
         pytest.param(ALL_BUT_ONE, 10, (1, 2), BREADTH, 1e-5, marks=SLOW),
-        (PERIOD, 13, (2, 2), BREADTH, 1e-5),
+        pytest.param(PERIOD, 13, (2, 2), BREADTH, 1e-5, marks=SLOW),
         pytest.param(
             PERIOD, 13, (2, 2), {"accumulate": 2, "grad_sync": "step", "hpz": True}, 1e-5, marks=SLOW
         ),

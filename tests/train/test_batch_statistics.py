@@ -207,7 +207,7 @@ def trained(style: str, mesh: tuple[int, int], **options: Any) -> tuple[zerojax.
         ("linen", (1, 3), {"stage": 2}),
         pytest.param("linen", (4, 1), {"stage": 0}, marks=pytest.mark.slow),
         pytest.param("scan", (3, 2), {"hpz": True}, marks=pytest.mark.slow),
-        ("scan", (2, 2), {"remat": "none"}),
+        pytest.param("scan", (2, 2), {"remat": "none"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -193,7 +193,7 @@ BF16 = {"matmul_dtype": "compute"}
         ({}, {"nodes": 3, "local": 2}),
         pytest.param({}, {"fp8": ("*down/kernel",)}, id="fewer weights", marks=pytest.mark.slow),
         pytest.param({"fp8": ("*down/kernel",)}, {}, id="more weights", marks=pytest.mark.slow),
-        pytest.param({"weights_delta": False}, {}, id="zero++"),
+        pytest.param({"weights_delta": False}, {}, id="zero++", marks=pytest.mark.slow),
     ],
     ids=str,
 )

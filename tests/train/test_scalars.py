@@ -90,7 +90,7 @@ def seen(model: Any, batch: Any, *, dtypes: list[Any]) -> Any:
     return squared_error(model, batch)
 
 
-@pytest.mark.parametrize("order", ["depth", "breadth"])
+@pytest.mark.parametrize("order", ["depth", pytest.param("breadth", marks=pytest.mark.slow)])
 def test_a_number_of_pythons_has_no_dtype_of_its_own(order):
     """As anywhere in JAX: what it is multiplied with keeps its dtype."""
     known, dtypes = CASES["nnx"], []

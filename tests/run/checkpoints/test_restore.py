@@ -104,9 +104,10 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
             assert_same(moved[kind], kept[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nodes", "local"),
-    [pytest.param("stage 1", 3, 2, marks=pytest.mark.slow), ("delta, all", 4, 2)],
+    [("stage 1", 3, 2), ("delta, all", 4, 2)],
 )
 def test_training_goes_on_elsewhere(name: str, nodes: int, local: int, tmp_path: Path) -> None:
     """From zero++ to another mesh, stage and wire format: the losses are those of the same weights."""

@@ -79,10 +79,12 @@ DELTA = {"preset": "delta", "compute_dtype": "float32", "grads": ("fp32", "fp32"
 @pytest.mark.parametrize(
     "zero",
     [
-        {"preset": "zero3", "compute_dtype": "float32"},
         DELTA,
         LOCAL,
-        pytest.param({"preset": "zero++", "compute_dtype": "float32"}, marks=pytest.mark.slow),
+        *(
+            pytest.param({"preset": preset, "compute_dtype": "float32"}, marks=pytest.mark.slow)
+            for preset in ("zero3", "zero++")
+        ),
     ],
     ids=lambda zero: zero["preset"],
 )
