@@ -21,15 +21,19 @@ def any_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "uin
     return rng.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
 
 
-@pytest.mark.parametrize("sizes", [(7, 5), (40, 33, 1), (200,)], ids=["one place", "split", "too large"])
-def test_every_bit_of_sums_and_of_unfinished_layers_is_kept(sizes):
+@pytest.mark.parametrize("narrow", [(), (0,), (0, 1, 2)], ids=["fp32", "bf16 and fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [(7, 5), (40, 33, 1), (201,)], ids=["one place", "split", "too large"])
+def test_every_bit_of_sums_and_of_unfinished_layers_is_kept(sizes, narrow):
     rng = np.random.default_rng(0)
     small = any_bits(rng, (LAYERS - 1, 3, 9), "uint16").view(jnp.bfloat16)
     codes = any_bits(rng, (LAYERS - 1, 5), "uint8").view(jnp.float8_e4m3fn)
     wide = any_bits(rng, (LAYERS - 1, 2, 11)).view(np.float32)
     residuals = {"small": small, "codes": codes, "wide": wide, "tokens": np.ones((LAYERS - 1, 50), np.int32)}
     sums = [any_bits(rng, (LAYERS, n)).view(np.float32) for n in sizes]
-    storage = SumStorage(residuals, tuple(map(jnp.asarray, sums)), LAYERS - 1)
+    dtypes = [jnp.dtype(jnp.bfloat16 if n in narrow else jnp.float32) for n in range(len(sizes))]
+    for x in (x for x, dtype in zip(sums, dtypes, strict=True) if dtype == jnp.bfloat16):
+        x.view(np.uint32)[:] &= 0xBFFF0000  # numbers that bf16 holds, without infinities and NaNs
+    storage = SumStorage(residuals, tuple(map(jnp.asarray, sums)), LAYERS - 1, dtypes)
     put = jax.jit(lambda stored, own, layer: storage.write(stored, own, layer))
     stored = storage.start(jax.tree.map(jnp.asarray, residuals))
     for layer in range(LAYERS - 1, 0, -1):

@@ -207,6 +207,17 @@ class GradientReduction:
             return tuple(x.reshape(-1) for x in pieces[0])
         return tuple(jnp.concatenate(parts, axis=-1).reshape(-1) for parts in zip(*pieces, strict=True))
 
+    @property
+    def sum_dtypes(self) -> tuple[jnp.dtype, ...]:
+        """The narrowest dtype that holds each sum exactly: the gradient's, if one device has all of it."""
+
+        def dtype(leaf: ParamLayout) -> jnp.dtype:
+            summed = any(self._crosses(leaf, axis) for axis in self.axes)
+            kept = jnp.dtype(jnp.float32), *([] if summed else [leaf.gathered_dtype])
+            return min(kept, key=lambda dtype: dtype.itemsize)
+
+        return tuple(map(dtype, self.leaves))
+
     def _totals(self, chunk: Values, chunks: int) -> Values:
         """The sums of a chunk's payloads after the last of the ``axes``."""
         to_owner = self.strategy.summed_at == "primary"

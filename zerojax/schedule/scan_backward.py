@@ -309,7 +309,10 @@ def _storage(
         states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
         return UpdatedLayers(states, weights, unit.update, facts[0], zero)
     arrays = tuple(sink for sink in unit.sinks if not isinstance(sink, LayerState))
-    return SeparateSums(arrays) if unit.strategy.reads_layers else SumStorage(residuals, arrays, rows)
+    if unit.strategy.reads_layers:
+        return SeparateSums(arrays)
+    dtypes = GradientReduction.of(unit.strategy, [w.layout for w in weights]).sum_dtypes
+    return SumStorage(residuals, arrays, rows, dtypes)
 
 
 def _encoded_weights(

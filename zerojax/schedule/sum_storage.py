@@ -13,21 +13,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Num, PyTree, UInt
+from jaxtyping import Array, Float, Float32, Num, PyTree, UInt
 
 from zerojax.sharding.layers import Index, put_layer
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_FP32 = 4
+_UNSIGNED = {1: jnp.dtype(jnp.uint8), 2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp.uint32)}
+_WORD = 4
+"""Bytes of the units in which residuals are divided among parameters."""
 
 Sums = tuple[Float32[Array, "..."], ...]
 """Gradient sums: one array per trained parameter."""
 
 
 class _Piece(NamedTuple):
-    """Where a part of one parameter's sums is kept; counted in fp32 elements of one layer.
+    """Where a part of one parameter's sums is kept; counted in elements of these sums, of one layer.
 
     Attributes:
         array: index of the array that keeps it.
@@ -47,11 +48,12 @@ class Stored(NamedTuple):
 
     Attributes:
         residuals: stacked. Layers that are done hold sums instead.
-        extra: the sums that do not fit there, fp32 ``[rows, n]``; or all sums, one array per parameter.
+        extra: the sums that do not fit there, ``[rows, n]`` for each dtype; or all sums, one array per
+            parameter.
     """
 
     residuals: PyTree[Array]
-    extra: PyTree[Float32[Array, "layers n"]]
+    extra: tuple[Float[Array, "layers n"], ...]
 
 
 class SumStorage:
@@ -62,49 +64,53 @@ class SumStorage:
     several kinds, layer i - 1 of the same kind may not be done. Each kind's residuals then have a row for all
     layers, and layer i's sums replace its own residuals.
 
-    Callers carry the stacked residuals through the loop, and one more array for sums that do not fit there
+    Callers carry the stacked residuals through the loop, and more arrays for sums that do not fit there
     (``Stored``).
     """
 
-    def __init__(self, residuals: PyTree[Array], sinks: Sums, rows: int) -> None:
+    def __init__(self, residuals: PyTree[Array], sinks: Sums, rows: int, dtypes: Sequence[jnp.dtype]) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
         There are ``rows`` stacked residuals. ``sinks`` have the shape of the sums, fp32 ``[layers, n]``.
+        ``dtypes`` are fp32, or bf16 for sums that bf16 holds exactly.
         """
         leaves = jax.tree.leaves(residuals)
-        self._rows = rows
+        self._rows, self._dtypes = rows, tuple(dtypes)
         self._without_first = bool(sinks) and sinks[0].shape[0] > rows
-        room = {i: math.prod(x.shape[1:]) * x.dtype.itemsize // _FP32 for i, x in enumerate(leaves)}
+        room = {i: math.prod(x.shape[1:]) * x.dtype.itemsize // _WORD for i, x in enumerate(leaves)}
         order = sorted((i for i, x in enumerate(leaves) if _keeps_bits(x.dtype)), key=lambda i: -room[i])
-        extra = len(leaves)
-        room[extra] = sum(sink.shape[1] for sink in sinks)
-        used = dict.fromkeys(room, 0)
+        self._extra = dict.fromkeys(dtypes, 0)
+        index = {dtype: len(leaves) + n for n, dtype in enumerate(self._extra)}
+        used = dict.fromkeys(room, 0)  # in words, like the room
         self._pieces: list[list[_Piece]] = []
-        for sink in sinks:
-            pieces, offset = [], 0
-            for i in (*order, extra):
-                size = min(sink.shape[1] - offset, room[i] - used[i])
-                if size > 0:
-                    pieces.append(_Piece(i, used[i], offset, size))
-                    used[i] += size
-                    offset += size
+        for sink, dtype in zip(sinks, dtypes, strict=True):
+            pieces, offset, each = [], 0, _WORD // dtype.itemsize
+            for i in order:
+                words = min((sink.shape[1] - offset) // each, room[i] - used[i])
+                if words > 0:
+                    pieces.append(_Piece(i, used[i] * each, offset, words * each))
+                    used[i] += words
+                    offset += words * each
+            if rest := sink.shape[1] - offset:
+                pieces.append(_Piece(index[dtype], self._extra[dtype], offset, rest))
+                self._extra[dtype] += rest
             self._pieces.append(pieces)
-        self._extra = used[extra]
 
     def start(self, residuals: PyTree[Array]) -> Stored:
-        """The carry before there are any sums: the residuals, and uninitialised room for the sums, fp32."""
-        return Stored(residuals, lax.empty((self._rows, self._extra), jnp.float32))
+        """The carry before there are any sums: the residuals, and uninitialised room for the sums."""
+        extra = tuple(lax.empty((self._rows, size), dtype) for dtype, size in self._extra.items())
+        return Stored(residuals, extra)
 
     def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
-        """Write the sums of one layer. Layer 0 has no place if there is one row less than layers."""
+        """Write the sums of one layer, fp32. Layer 0 has no place if there is one row less than layers."""
         arrays, structure = jax.tree.flatten(stored)
-        for x, pieces in zip(sums, self._pieces, strict=True):
+        for x, dtype, pieces in zip(sums, self._dtypes, self._pieces, strict=True):
             for array, begin, offset, size in pieces:
                 old = arrays[array]
-                unsigned = _UNSIGNED[old.dtype.itemsize]
-                bits = lax.bitcast_convert_type(lax.slice(x, (offset,), (offset + size,)), unsigned)
-                place = (layer - self._without_first, begin * _FP32 // old.dtype.itemsize)
-                new = lax.dynamic_update_slice(_as_rows(old), bits.reshape(1, -1), place)
+                part = lax.slice(x, (offset,), (offset + size,)).astype(dtype)
+                bits = _viewed(part[None], _UNSIGNED[old.dtype.itemsize])
+                place = (layer - self._without_first, begin * dtype.itemsize // old.dtype.itemsize)
+                new = lax.dynamic_update_slice(_as_rows(old), bits, place)
                 arrays[array] = lax.bitcast_convert_type(new.reshape(old.shape), old.dtype)
         return jax.tree.unflatten(structure, arrays)
 
@@ -112,13 +118,15 @@ class SumStorage:
         """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, if not written."""
         # Else the compiler would compute the last writes again, element by element, in all that reads a sum.
         arrays = jax.tree.leaves(lax.optimization_barrier(stored))
-        written = {piece.array for pieces in self._pieces for piece in pieces}
-        floats = {i: _as_fp32(_as_rows(arrays[i])) for i in written}
-        of_first = first or [None for _ in self._pieces]
-        return tuple(self._joined(floats, x, own) for x, own in zip(of_first, self._pieces, strict=True))
+        each = zip(first or [None for _ in self._pieces], self._dtypes, self._pieces, strict=True)
+        return tuple(self._joined(arrays, x, dtype, own) for x, dtype, own in each)
 
     def _joined(
-        self, floats: dict[int, Array], first: Float32[Array, " n"] | None, pieces: Sequence[_Piece]
+        self,
+        arrays: Sequence[Array],
+        first: Float32[Array, " n"] | None,
+        dtype: jnp.dtype,
+        pieces: Sequence[_Piece],
     ) -> Float32[Array, "layers n"]:
         # XLA fuses paddings and selections with the optimizer that reads them. It would copy a concatenation,
         # and then hold all gradients in addition to the residuals.
@@ -129,7 +137,7 @@ class SumStorage:
             else lax.pad(first[None], jnp.float32(0), [(0, self._rows, 0), (0, 0, 0)])
         )
         for array, begin, offset, size in pieces:
-            part = floats[array][:, begin : begin + size]
+            part = _viewed(_as_rows(arrays[array]), dtype)[:, begin : begin + size].astype(jnp.float32)
             around = [(before, 0, 0), (offset, whole - offset - size, 0)]
             here = lax.pad(jnp.ones(part.shape, jnp.bool_), jnp.bool_(False), around)
             joined = jnp.where(here, lax.pad(part, jnp.float32(0), around), joined)
@@ -171,10 +179,11 @@ def _as_rows(x: Num[Array, "layers ..."]) -> UInt[Array, "layers n"]:
     return lax.bitcast_convert_type(rows, _UNSIGNED[x.dtype.itemsize])
 
 
-def _as_fp32(bits: UInt[Array, "layers n"]) -> Float32[Array, "layers m"]:
-    """Rows of bits as fp32 numbers, without the last bits of a row if they do not fill a number."""
-    each = _FP32 // bits.dtype.itemsize
+def _viewed(rows: Num[Array, "layers n"], dtype: jnp.dtype) -> Num[Array, "layers m"]:
+    """Rows of numbers as another dtype, without the last ones of a row if they do not fill a number."""
+    layers, each = rows.shape[0], dtype.itemsize // rows.dtype.itemsize
     if each > 1:
-        whole = bits.shape[1] // each
-        bits = bits[:, : whole * each].reshape(bits.shape[0], whole, each)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        whole = rows.shape[1] // each
+        rows = rows[:, : whole * each].reshape(layers, whole, each)
+    bits = lax.bitcast_convert_type(rows, dtype)
+    return bits.reshape(layers, math.prod(bits.shape[1:]))
