@@ -142,7 +142,7 @@ def test_a_policy_that_saves_attention_keeps_no_more_than_output_and_log_sum_exp
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", grid([True, False], False))
 def test_no_array_of_a_models_loss_has_a_row_squared(scan):
     config: dict[str, Any] = {"sliding_window": 30, "sliding_window_pattern": 2, "scan": scan, "layers": 2}
     config |= {"vocab_size": 32, "d_model": 32, "heads": 2, "max_seq_len": 520, "loss_chunk": 65}
