@@ -42,6 +42,14 @@ def test_softmax_weighs_by_probabilities_or_by_those_of_the_chosen_alone(normali
     np.testing.assert_allclose(routing.weights, 1.5 * weights, rtol=1e-5)
 
 
+def test_factors_weigh_but_do_not_choose():
+    logits, factors = jnp.asarray(logits_of()), np.linspace(-1, 2, EXPERTS, dtype=np.float32)
+    plain = route(logits, PER_TOKEN, RouterConfig())
+    routing = route(logits, PER_TOKEN, RouterConfig(), factors=jnp.asarray(factors))
+    np.testing.assert_array_equal(routing.experts, plain.experts)
+    np.testing.assert_allclose(routing.weights, plain.weights * factors[plain.experts], rtol=1e-6)
+
+
 def test_a_bias_chooses_within_the_best_groups_and_does_not_weigh():
     logits, rng = logits_of(), np.random.default_rng(4)
     bias = rng.normal(size=EXPERTS).astype(np.float32)
