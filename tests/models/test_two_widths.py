@@ -109,7 +109,7 @@ def test_packed_documents_and_cached_tokens_are_computed_as_if_alone(scan: bool)
 @pytest.mark.parametrize(
     ("config", "mesh", "options"),
     [
-        (WIDE, (1, 1), {}),
+        pytest.param(WIDE, (1, 1), {}, marks=pytest.mark.slow),
         pytest.param(WIDE, (2, 4), {}, marks=pytest.mark.slow),
         pytest.param(WIDE, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
         pytest.param(NARROW, (3, 2), {"remat": "none"}, marks=pytest.mark.slow),

@@ -2,7 +2,8 @@
 
 The full product of stages, meshes, models and options would take an hour to compile, and
 ``scripts/acceptance/equivalence.py`` runs it. The slow tests here are a covering design: each stage on each
-mesh, each model at each stage, and every option at least twice. The others have every value of each once.
+mesh, each model at each stage, and every option at least twice. The others have every stage, model and
+option once.
 """
 
 import dataclasses
@@ -110,10 +111,10 @@ def check(
     [
         (0, (4, 2), "gpt-tied", {"accumulate": 2}),
         (1, (2, 4), "linen-scan", {}),
-        (1, (1, 5), "nnx", {}),
+        pytest.param(1, (1, 5), "nnx", {}, marks=SLOW),
         (2, (1, 8), "linen", {}),
         (2, (3, 2), "nnx", {}),
-        (3, (1, 1), "stack", {}),
+        pytest.param(3, (1, 1), "stack", {}, marks=SLOW),
         (3, (8, 1), "awkward", {}),
     ],
     ids=str,

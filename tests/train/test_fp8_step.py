@@ -97,7 +97,7 @@ ALL = ("list", "stack", "linen", "linen-scan")
     [
         ("list", (1, 1), {}),
         ("stack", (2, 2), {"hpz": True, "remat": "none", "accumulate": 2}),
-        ("linen", (1, 2), {"remat": "attention"}),
+        pytest.param("linen", (1, 2), {"remat": "attention"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from grids import grid
 from jax.sharding import NamedSharding, PartitionSpec
 from micro_run import Stop, die_at, losses, micro_config, train
 
@@ -71,22 +72,20 @@ def undisturbed(text: Path, tmp_path: Path) -> list[tuple[int, float, float | No
 
 PLAINLY = {"rotation": 0, "rounding": "nearest"}
 """How gradients are rounded changes no field of a state, and is half of a compile."""
+EXACT = {"preset": "zero3", "compute_dtype": "float32"}
 LOCAL = {"preset": "local", "every": 4, "compute_dtype": "float32", **PLAINLY}
 # Without error feedback their format changes none, either.
 DELTA = {"preset": "delta", "compute_dtype": "float32", "grads": ("fp32", "fp32"), **PLAINLY}
 
 
+def preset_of(zero: dict[str, Any]) -> str:
+    return zero["preset"]
+
+
 @pytest.mark.parametrize(
     "zero",
-    [
-        DELTA,
-        LOCAL,
-        *(
-            pytest.param({"preset": preset, "compute_dtype": "float32"}, marks=pytest.mark.slow)
-            for preset in ("zero3", "zero++")
-        ),
-    ],
-    ids=lambda zero: zero["preset"],
+    grid([EXACT, DELTA, LOCAL, EXACT | {"preset": "zero++"}], DELTA, LOCAL),
+    ids=preset_of,
 )
 def test_a_run_continues_from_memory(
     zero: dict[str, Any],
@@ -112,7 +111,9 @@ def test_a_run_continues_from_memory(
     assert (tmp_path / "a" / "checkpoints" / "8").is_dir(), "the end is saved to disk"
 
 
+@pytest.mark.parametrize("zero", grid([EXACT, DELTA], EXACT), ids=preset_of)
 def test_fewer_nodes_continue_from_memory_like_a_fresh_start(
+    zero: dict[str, Any],
     text: Path,
     tmp_path: Path,
     memory: int,
@@ -121,7 +122,7 @@ def test_fewer_nodes_continue_from_memory_like_a_fresh_start(
 ) -> None:
     """The whole state is in every node. Its padding depends on the number of nodes."""
     sections: dict[str, Any] = {
-        "zero": DELTA | {"state_spread": "node", "block_size": 64},
+        "zero": zero | {"state_spread": "node", "block_size": 64},
         "train": {"batch_size": 12, "eval_every": 0},
         "model": {"layers": 1},
         # No warm-up: it takes at most half of a run, and the fresh start is shorter.
