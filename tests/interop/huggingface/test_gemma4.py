@@ -45,6 +45,13 @@ def test_files_without_keys_have_the_defaults_of_transformers():
     assert (found.rope_theta, found.rope_local_theta, found.rope_scaling) == (1e6, 1e4, "proportional")
 
 
+def test_numbers_of_layers_have_as_many_digits_as_the_last():
+    many = {"num_hidden_layers": 12, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}
+    model = model_of(**many, per_layer_config={name: {"head_dim": 8} for name in ("05", "11")})
+    assert model == model_of(**many, per_layer_config={name: {"head_dim": 8} for name in ("5", "11")})
+    assert [*describe_model(model)[1]["per_layer_config"]] == ["05", "11"]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

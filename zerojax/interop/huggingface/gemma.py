@@ -102,6 +102,7 @@ def _full_heads(keys: ConfigKeys, found: Fields) -> Fields:
     keys.unused("num_global_key_value_heads")
     full = list(map(str, numbers))
     by_layer = keys.take("per_layer_config", dict, dict.fromkeys(full, own))
+    by_layer = {number.lstrip("0") or "0": own for number, own in by_layer.items()}
     own = by_layer.get(full[0])
     if not isinstance(own, dict) or own.keys() - _HEADS.keys() or by_layer != dict.fromkeys(full, own):
         raise ConfigurationError(
@@ -125,10 +126,11 @@ def _write_full_heads(model: GPTConfig) -> Mapping[str, Any]:
         )
     full = model.of_layer(model.layers - 1)
     own = {"head_dim": full.head_dim, "num_key_value_heads": full.key_value_heads}
-    # Older versions of transformers read the last two keys, newer ones per_layer_config.
+    # Older versions of transformers read the last two keys, newer ones per_layer_config, whose numbers all
+    # have as many digits as the last one.
     return {
         "attention_k_eq_v": model.keys_as_values,
-        "per_layer_config": dict.fromkeys(map(str, numbers), own),
+        "per_layer_config": {str(number).zfill(len(str(numbers[-1]))): own for number in numbers},
         "global_head_dim": full.head_dim,
         "num_global_key_value_heads": full.key_value_heads,
     }
