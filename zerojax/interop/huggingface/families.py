@@ -28,7 +28,6 @@ class Family:
         table: the keys of its config.json.
         names: the names of its modules.
         prefix: prefix of the tensors' names; files of a model without its head leave it out.
-        buffers: patterns of tensors in old files that hold no weights.
         predicts: whether files may have layers that predict further tokens: behind the last layer, or in
             "mtp". They are carried.
         composite: whether the model is the text part of a larger one, such as a model with images. All other
@@ -43,7 +42,6 @@ class Family:
     table: Table
     names: Names = LLAMA_NAMES
     prefix: str = "model."
-    buffers: tuple[str, ...] = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     predicts: bool = False
     composite: bool = False
     linear: bool = True
@@ -97,10 +95,6 @@ class Family:
         """The architecture's name without its head."""
         return re.sub(r"(LMHeadModel|ForCausalLM|ForConditionalGeneration)$", "Model", self.architecture)
 
-    def is_left_out(self, name: str) -> bool:
-        """Whether no model needs the tensor."""
-        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
-
     def carries(self, name: str, layers: int) -> bool:
         """Whether a run of a model with this many layers keeps the tensor unread, for its exports."""
         if self.composite and not name.startswith((*self._prefixes, *map(self._head, self._prefixes))):
@@ -116,136 +110,119 @@ _NEAREST = 3
 """Most families or keys that a refusal names."""
 _LONGEST_NAME = 80
 """Characters of a model_type that are compared."""
-_GPT2_MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
-# A model that was not imported is exported as the first family that fits.
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(
-            *("GPT-2", "gpt2", "GPT2LMHeadModel", gpt2.GPT2, gpt2.GPT2_NAMES, "transformer.", _GPT2_MASKS),
-            linear=False,
-        ),
-        Family("OPT", "opt", "OPTForCausalLM", gpt2.OPT, gpt2.OPT_NAMES, buffers=()),
-        Family("LLaMA", "llama", "LlamaForCausalLM", llama.LLAMA),
-        Family("Mistral", "mistral", "MistralForCausalLM", llama.MISTRAL),
-        Family("Qwen2", "qwen2", "Qwen2ForCausalLM", llama.QWEN2),
-        Family("Qwen3", "qwen3", "Qwen3ForCausalLM", llama.QWEN3, llama.QWEN3_NAMES),
-        Family("Gemma", "gemma", "GemmaForCausalLM", gemma.GEMMA),
-        Family("Gemma 2", "gemma2", "Gemma2ForCausalLM", gemma.GEMMA2, gemma.GEMMA2_NAMES),
-        Family("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", gemma.GEMMA3, gemma.GEMMA3_NAMES),
-        Family("Gemma 4", "gemma4_text", "Gemma4ForCausalLM", gemma.GEMMA4, gemma.GEMMA4_NAMES),
-        Family("Phi-3", "phi3", "Phi3ForCausalLM", llama.PHI3, llama.PHI3_NAMES),
-        Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", llama.SMOLLM3),
-        Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", llama.OLMO2, llama.OLMO_NAMES),
-        Family("OLMo 3", "olmo3", "Olmo3ForCausalLM", llama.OLMO3, llama.OLMO_NAMES),
-        Family("Granite", "granite", "GraniteForCausalLM", llama.GRANITE),
-        Family("StarCoder2", "starcoder2", "Starcoder2ForCausalLM", llama.STARCODER2, llama.STARCODER2_NAMES),
-        Family("GLM", "glm", "GlmForCausalLM", llama.GLM, llama.GLM_NAMES),
-        Family("GLM-4", "glm4", "Glm4ForCausalLM", llama.GLM4, llama.GLM4_NAMES),
-        Family("Ministral 3", "ministral3", "Ministral3ForCausalLM", llama.MINISTRAL3),
-        Family("Mixtral", "mixtral", "MixtralForCausalLM", experts.MIXTRAL, experts.MIXTRAL_NAMES),
-        Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", experts.QWEN3_MOE, experts.QWEN3_MOE_NAMES),
-        Family("OLMoE", "olmoe", "OlmoeForCausalLM", experts.OLMOE, experts.QWEN3_MOE_NAMES),
-        Family(
-            *("GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", experts.GLM4_MOE, experts.GLM4_MOE_NAMES),
-            predicts=True,
-        ),
-        Family(
-            *("DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", experts.DEEPSEEK_V2),
-            experts.DEEPSEEK_NAMES,
-        ),
-        *(
-            Family(
-                *(label, model_type, "DeepseekV3ForCausalLM", experts.DEEPSEEK_V3, experts.DEEPSEEK_NAMES),
-                predicts=True,
-            )
-            for label, model_type in (("DeepSeek-V3", "deepseek_v3"), ("Kimi K2", "kimi_k2"))
-        ),
-        Family(
-            "Granite MoE",
-            "granitemoe",
-            "GraniteMoeForCausalLM",
-            experts.GRANITE_MOE,
-            experts.GRANITE_MOE_NAMES,
-        ),
-        Family("Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", experts.QWEN2_MOE, experts.QWEN2_MOE_NAMES),
-        Family("Seed-OSS", "seed_oss", "SeedOssForCausalLM", llama.SEED_OSS),
-        Family("CWM", "cwm", "CwmForCausalLM", llama.CWM),
-        Family("Arcee", "arcee", "ArceeForCausalLM", llama.ARCEE),
-        Family("Helium", "helium", "HeliumForCausalLM", llama.HELIUM),
-        Family("ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", llama.ERNIE),
-        Family(
-            "HunYuan", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", llama.HUNYUAN, llama.HUNYUAN_NAMES
-        ),
-        Family("EXAONE 4", "exaone4", "Exaone4ForCausalLM", llama.EXAONE4, llama.OLMO_NAMES),
-        Family(
-            *("GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", parallel.GPT_NEOX, parallel.GPT_NEOX_NAMES),
-            "gpt_neox.",
-            (r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-        ),
-        Family(
-            "Falcon", "falcon", "FalconForCausalLM", parallel.FALCON, parallel.FALCON_NAMES, "transformer."
-        ),
-        Family("Phi", "phi", "PhiForCausalLM", parallel.PHI, parallel.PHI_NAMES),
-        Family("StableLM", "stablelm", "StableLmForCausalLM", parallel.STABLELM),
-        Family("Cohere", "cohere", "CohereForCausalLM", parallel.COHERE, parallel.COHERE_NAMES),
-        Family("Cohere 2", "cohere2", "Cohere2ForCausalLM", parallel.COHERE2, parallel.COHERE_NAMES),
-        Family(
-            *("Qwen3.5", "qwen3_5_text", "Qwen3_5ForCausalLM", hybrid.QWEN3_5, hybrid.QWEN3_5_NAMES),
-            predicts=True,
-        ),
-        Family(
-            *("Qwen3.5-MoE", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", hybrid.QWEN3_5_MOE),
-            hybrid.QWEN3_5_MOE_NAMES,
-            predicts=True,
-        ),
-        Family(
-            *("Kimi Linear", "kimi_linear", "KimiLinearForCausalLM", kimi.KIMI_LINEAR),
-            kimi.KIMI_LINEAR_NAMES,
-        ),
-        Family(
-            *("Nemotron-H", "nemotron_h", "NemotronHForCausalLM", nemotron.NEMOTRON_H),
-            nemotron.NEMOTRON_H_NAMES,
-            other_prefixes=("backbone.",),
-            predicts=True,
-        ),
-        Family("Bamba", "bamba", "BambaForCausalLM", mamba.BAMBA, mamba.BAMBA_NAMES),
-        Family(
-            *("Granite 4", "granitemoehybrid", "GraniteMoeHybridForCausalLM", mamba.GRANITE_HYBRID),
-            mamba.GRANITE_HYBRID_NAMES,
-        ),
-        Family(
-            *("GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", experts.GLM4_MOE_LITE),
-            experts.DEEPSEEK_NAMES,
-            predicts=True,
-        ),
-        Family(
-            "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM", experts.MINIMAX_M2, experts.MINIMAX_M2_NAMES
-        ),
-        Family(
-            "OLMo Hybrid",
-            "olmo_hybrid",
-            "OlmoHybridForCausalLM",
-            hybrid.OLMO_HYBRID,
-            hybrid.OLMO_HYBRID_NAMES,
-        ),
-        Family("LFM2-MoE", "lfm2_moe", "Lfm2MoeForCausalLM", hybrid.LFM2_MOE, hybrid.LFM2_MOE_NAMES),
-        Family("LFM2", "lfm2", "Lfm2ForCausalLM", hybrid.LFM2, hybrid.LFM2_NAMES),
-        Family(
-            *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", hybrid.QWEN3_NEXT),
-            hybrid.QWEN3_NEXT_NAMES,
-            predicts=True,
-        ),
-        Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
-    )
-}
+_OLD_BUFFERS = re.compile(
+    r"(\w+\.)?(layers|h)\.\d+\.((attn|attention)\.(masked_)?bias|(attention|self_attn)\.rotary_emb\.inv_freq)"
+)
+"""The names of tensors in old files that hold no weights: masks, and the angles of rotary positions."""
+
+
+def is_left_out(name: str) -> bool:
+    """Whether no model needs the tensor."""
+    return _OLD_BUFFERS.fullmatch(name) is not None
+
+
+def _causal(
+    label: str, model_type: str, stem: str, table: Table, names: Names = LLAMA_NAMES, **others: Any
+) -> Family:
+    """A family whose architecture is ``stem`` + "ForCausalLM"."""
+    return Family(label, model_type, f"{stem}ForCausalLM", table, names, **others)
+
+
+_ALL = (
+    Family("GPT-2", "gpt2", "GPT2LMHeadModel", gpt2.GPT2, gpt2.GPT2_NAMES, "transformer.", linear=False),
+    _causal("OPT", "opt", "OPT", gpt2.OPT, gpt2.OPT_NAMES),
+    _causal("LLaMA", "llama", "Llama", llama.LLAMA),
+    _causal("Mistral", "mistral", "Mistral", llama.MISTRAL),
+    _causal("Qwen2", "qwen2", "Qwen2", llama.QWEN2),
+    _causal("Qwen3", "qwen3", "Qwen3", llama.QWEN3, llama.QWEN3_NAMES),
+    _causal("Gemma", "gemma", "Gemma", gemma.GEMMA),
+    _causal("Gemma 2", "gemma2", "Gemma2", gemma.GEMMA2, gemma.GEMMA2_NAMES),
+    _causal("Gemma 3", "gemma3_text", "Gemma3", gemma.GEMMA3, gemma.GEMMA3_NAMES),
+    _causal("Gemma 4", "gemma4_text", "Gemma4", gemma.GEMMA4, gemma.GEMMA4_NAMES),
+    _causal("Phi-3", "phi3", "Phi3", llama.PHI3, llama.PHI3_NAMES),
+    _causal("SmolLM3", "smollm3", "SmolLM3", llama.SMOLLM3),
+    _causal("OLMo 2", "olmo2", "Olmo2", llama.OLMO2, llama.OLMO_NAMES),
+    _causal("OLMo 3", "olmo3", "Olmo3", llama.OLMO3, llama.OLMO_NAMES),
+    _causal("Granite", "granite", "Granite", llama.GRANITE),
+    _causal("StarCoder2", "starcoder2", "Starcoder2", llama.STARCODER2, llama.STARCODER2_NAMES),
+    _causal("GLM", "glm", "Glm", llama.GLM, llama.GLM_NAMES),
+    _causal("GLM-4", "glm4", "Glm4", llama.GLM4, llama.GLM4_NAMES),
+    _causal("Ministral 3", "ministral3", "Ministral3", llama.MINISTRAL3),
+    _causal("Mixtral", "mixtral", "Mixtral", experts.MIXTRAL, experts.MIXTRAL_NAMES),
+    _causal("Qwen3-MoE", "qwen3_moe", "Qwen3Moe", experts.QWEN3_MOE, experts.QWEN3_MOE_NAMES),
+    _causal("OLMoE", "olmoe", "Olmoe", experts.OLMOE, experts.QWEN3_MOE_NAMES),
+    _causal("GLM-4.5", "glm4_moe", "Glm4Moe", experts.GLM4_MOE, experts.GLM4_MOE_NAMES, predicts=True),
+    _causal("DeepSeek-V2", "deepseek_v2", "DeepseekV2", experts.DEEPSEEK_V2, experts.DEEPSEEK_NAMES),
+    _causal(
+        "DeepSeek-V3", "deepseek_v3", "DeepseekV3", experts.DEEPSEEK_V3, experts.DEEPSEEK_NAMES, predicts=True
+    ),
+    _causal("Kimi K2", "kimi_k2", "DeepseekV3", experts.DEEPSEEK_V3, experts.DEEPSEEK_NAMES, predicts=True),
+    _causal("Granite MoE", "granitemoe", "GraniteMoe", experts.GRANITE_MOE, experts.GRANITE_MOE_NAMES),
+    _causal("Qwen2-MoE", "qwen2_moe", "Qwen2Moe", experts.QWEN2_MOE, experts.QWEN2_MOE_NAMES),
+    _causal("Seed-OSS", "seed_oss", "SeedOss", llama.SEED_OSS),
+    _causal("CWM", "cwm", "Cwm", llama.CWM),
+    _causal("Arcee", "arcee", "Arcee", llama.ARCEE),
+    _causal("Helium", "helium", "Helium", llama.HELIUM),
+    _causal("ERNIE 4.5", "ernie4_5", "Ernie4_5", llama.ERNIE),
+    _causal("HunYuan", "hunyuan_v1_dense", "HunYuanDenseV1", llama.HUNYUAN, llama.HUNYUAN_NAMES),
+    _causal("EXAONE 4", "exaone4", "Exaone4", llama.EXAONE4, llama.OLMO_NAMES),
+    _causal(
+        "GPT-NeoX", "gpt_neox", "GPTNeoX", parallel.GPT_NEOX, parallel.GPT_NEOX_NAMES, prefix="gpt_neox."
+    ),
+    _causal("Falcon", "falcon", "Falcon", parallel.FALCON, parallel.FALCON_NAMES, prefix="transformer."),
+    _causal("Phi", "phi", "Phi", parallel.PHI, parallel.PHI_NAMES),
+    _causal("StableLM", "stablelm", "StableLm", parallel.STABLELM),
+    _causal("Cohere", "cohere", "Cohere", parallel.COHERE, parallel.COHERE_NAMES),
+    _causal("Cohere 2", "cohere2", "Cohere2", parallel.COHERE2, parallel.COHERE_NAMES),
+    _causal("Qwen3.5", "qwen3_5_text", "Qwen3_5", hybrid.QWEN3_5, hybrid.QWEN3_5_NAMES, predicts=True),
+    _causal(
+        "Qwen3.5-MoE",
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        hybrid.QWEN3_5_MOE,
+        hybrid.QWEN3_5_MOE_NAMES,
+        predicts=True,
+    ),
+    _causal("Kimi Linear", "kimi_linear", "KimiLinear", kimi.KIMI_LINEAR, kimi.KIMI_LINEAR_NAMES),
+    _causal(
+        "Nemotron-H",
+        "nemotron_h",
+        "NemotronH",
+        nemotron.NEMOTRON_H,
+        nemotron.NEMOTRON_H_NAMES,
+        predicts=True,
+        other_prefixes=("backbone.",),
+    ),
+    _causal("Bamba", "bamba", "Bamba", mamba.BAMBA, mamba.BAMBA_NAMES),
+    _causal(
+        "Granite 4", "granitemoehybrid", "GraniteMoeHybrid", mamba.GRANITE_HYBRID, mamba.GRANITE_HYBRID_NAMES
+    ),
+    _causal(
+        "GLM-4.7-Flash",
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        experts.GLM4_MOE_LITE,
+        experts.DEEPSEEK_NAMES,
+        predicts=True,
+    ),
+    _causal("MiniMax-M2", "minimax_m2", "MiniMaxM2", experts.MINIMAX_M2, experts.MINIMAX_M2_NAMES),
+    _causal("OLMo Hybrid", "olmo_hybrid", "OlmoHybrid", hybrid.OLMO_HYBRID, hybrid.OLMO_HYBRID_NAMES),
+    _causal("LFM2-MoE", "lfm2_moe", "Lfm2Moe", hybrid.LFM2_MOE, hybrid.LFM2_MOE_NAMES),
+    _causal("LFM2", "lfm2", "Lfm2", hybrid.LFM2, hybrid.LFM2_NAMES),
+    _causal(
+        "Qwen3-Next", "qwen3_next", "Qwen3Next", hybrid.QWEN3_NEXT, hybrid.QWEN3_NEXT_NAMES, predicts=True
+    ),
+    _causal("gpt-oss", "gpt_oss", "GptOss", experts.GPT_OSS, experts.GPT_OSS_NAMES),
+)
+FAMILIES = {family.model_type: family for family in _ALL}
+"""By model_type. A model that was not imported is exported as the first family that fits."""
 
 
 def _with_images(label: str, model_type: str, architecture: str, *texts: Family) -> dict[str, Family]:
     """The families of a model's text part, by the model_type of text_config; the first is the default."""
     about = {"label": label, "model_type": model_type, "architecture": architecture, "composite": True}
     prefixes = {"prefix": "model.language_model.", "other_prefixes": (_OLD_TEXT,)}
-    return {text.model_type: replace(text, buffers=(), **about, **prefixes) for text in texts}
+    return {text.model_type: replace(text, **about, **prefixes) for text in texts}
 
 
 _QWEN3_VL = Family("Qwen3-VL", "qwen3_vl_text", "", llama.QWEN3_VL, llama.QWEN3_NAMES)

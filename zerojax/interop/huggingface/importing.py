@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zerojax.errors import ConfigurationError, disk_errors
 from zerojax.formatting import size
+from zerojax.interop.huggingface.families import is_left_out
 from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_state, load_weights
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter
 from zerojax.interop.huggingface.source import (
@@ -152,7 +153,7 @@ def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> 
     carried = {name: spec for name, spec in files.specs.items() if family.carries(name, layers)}
     read = files.specs.keys() - carried.keys()
     dtypes = {name: files.specs[name].dtype for name in files.specs if name in read}
-    dtypes = {name: dtype for name, dtype in dtypes.items() if not family.is_left_out(name)}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if not is_left_out(name)}
     (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")
     if source.tokenizer is not None:
         folder.tokenizer.parent.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.families import Family, read_model
+from zerojax.interop.huggingface.families import Family, is_left_out, read_model
 from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,
@@ -134,7 +134,7 @@ def check_tensors(
                 f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
             )
     known = needed.keys() | replaced
-    unread = (name for name in files.specs if name not in known and not family.is_left_out(name))
+    unread = (name for name in files.specs if name not in known and not is_left_out(name))
     unknown = [name for name in unread if not family.carries(name, layers)]
     if unknown:
         raise ConfigurationError(
