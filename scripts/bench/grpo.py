@@ -28,7 +28,7 @@ from rows import sent_so_far
 import zerojax
 from zerojax.models import GPT, GPTConfig
 from zerojax.multihost.distributed import joined
-from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
+from zerojax.posttrain.loss.objectives import log_probs_of, policy_loss
 from zerojax.run.config import PosttrainSection
 from zerojax.zero_config.config import PRESETS, Preset
 

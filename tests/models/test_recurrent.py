@@ -14,7 +14,7 @@ from plain_loop import distance
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.models.config import flops_per_token, parameter_count
+from zerojax.models.size import flops_per_token, parameter_count
 from zerojax.train.step import lower_train_step
 
 DELTA = GPTConfig(

@@ -17,7 +17,7 @@ from zerojax.analysis.plan.work import decoder_work
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.block import LayerScale
-from zerojax.models.config import flops_per_token, pair_flops, parameter_count
+from zerojax.models.size import flops_per_token, pair_flops, parameter_count
 
 WIDE = GPTConfig(
     vocab_size=64,

@@ -10,7 +10,7 @@ from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelReader
 from zerojax.log import warn
-from zerojax.posttrain.loss.preference import preference_loss
+from zerojax.posttrain.loss.objectives import preference_loss
 from zerojax.posttrain.settings import PREFERENCES, abstract_pairs
 from zerojax.run.build import RunSetup, abstract_model
 from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore

@@ -63,8 +63,11 @@ def stream(
     response: list[int] = []
     while len(response) < new_tokens:
         earlier = len(response)
-        window = _window(text, response, context)
-        limit = _limit(window, new_tokens - earlier, context)
+        window = np.concatenate([text, np.asarray(response, np.int32)])
+        if len(window) > context:
+            window = window[-max(1, int(context) // 2) :]
+        # The last new token is never an input, so it needs no room in the context.
+        limit = int(min(new_tokens - earlier, context - len(window) + 1))
         engine = _engine(model, len(window), limit, context, how)
         queue = engine.queue([window], [0], [limit], 1)
         first, following = (_compiled(run, graph, engine, mesh) for run in (_first, _next))
@@ -100,20 +103,6 @@ def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
 
     flat = [(path, marked(path, variable)) for path, variable in nnx.to_flat_state(state)]
     return cast(_Graph, graph), nnx.from_flat_state(flat)
-
-
-def _window(text: np.ndarray, response: list[int], context: float) -> np.ndarray:
-    """The part of a text that the model sees: all of it, or half a context if it is longer than one."""
-    text = np.concatenate([text, np.asarray(response, np.int32)])
-    return text if len(text) <= context else text[-max(1, int(context) // 2) :]
-
-
-def _limit(window: np.ndarray, wanted: int, context: float) -> int:
-    """How many tokens can be added.
-
-    The last new token is never an input, so it needs no room in the context.
-    """
-    return int(min(wanted, context - len(window) + 1))
 
 
 def _engine(model: nnx.Module, prompt: int, limit: int, context: float, how: Sampling | None) -> Engine:

@@ -1,9 +1,10 @@
 """Language models in Flax NNX: GPT-2, OPT, LLaMA and Gemma style decoders, their loss, and scores."""
 
 from zerojax.models.block import MLP, Attention, Block
-from zerojax.models.config import GPTConfig, describe_parameters, flops_per_token, parameter_count
+from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, last_scores, scores
 from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
+from zerojax.models.size import describe_parameters, flops_per_token, parameter_count
 
 __all__ = [
     "GPT",

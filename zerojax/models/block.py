@@ -25,7 +25,7 @@ from zerojax.models.config import GPTConfig, latent_outputs
 from zerojax.models.flash_attention import Documents, Sinks
 from zerojax.models.kv_cache import Caches, KVCache, Positions, Recurrence, attend_cached
 from zerojax.models.latent import LatentHeads, Latents, keys_and_values
-from zerojax.models.recurrent import recurrent_layer
+from zerojax.models.recurrent import RECURRENT
 from zerojax.models.rope import Rope, apply_rope
 from zerojax.models.shared_rows import attention
 from zerojax.schedule.tiles import tiled
@@ -85,7 +85,7 @@ def residual_norm(c: GPTConfig, rngs: nnx.Rngs) -> OffsetRMSNorm | nnx.RMSNorm |
 
 def _residual_std(c: GPTConfig) -> float:
     """GPT-2's scaling, by the number of branches that the residual stream sums."""
-    return c.init_std / c.residual_branches**0.5
+    return c.init_std / (c.layers * (2 if c.mlp_layers is None else 1)) ** 0.5
 
 
 def dropout_mask(x: Hidden, rate: float, key: Key[Array, ""]) -> Mask:
@@ -354,7 +354,7 @@ class Block(nnx.Module):
         if config.all_recurrent:
             linear = partial(_linear, rngs=rngs, biases=False)
             every, out = (partial(linear, std=std) for std in (config.init_std, _residual_std(config)))
-            self.recurrent = recurrent_layer(config, every, out, rngs)
+            self.recurrent = RECURRENT[config.recurrent](config, linear=every, out=out, rngs=rngs)
         elif mixes:
             self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
         self.norm_mlp = norm(config.pre_norms and has_mlp and config.branches != "parallel_one_norm")

@@ -1,10 +1,9 @@
-"""The shape of a decoder, its number of parameters and its FLOPs."""
+"""The shape of a decoder."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerojax.errors import ConfigurationError
 from zerojax.experts.mlp import GATED
 from zerojax.experts.router import RouterConfig
 from zerojax.models.config_checks import check_model, require
@@ -31,11 +30,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     def __post_init__(self) -> None:
         check_model(self)
-        count = parameter_count(self)
-        require(
-            count <= _MAX_PARAMETERS,
-            f"the model has {count:.3g} parameters, and at most {_MAX_PARAMETERS:.0e} are supported",
-        )
+        _ = self.kinds  # checks the layers of each kind by themselves
 
     @property
     def head_dim(self) -> int:
@@ -170,11 +165,6 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         return self.mlp_layers is None or len(self.mlp_layers) < self.layers
 
     @property
-    def residual_branches(self) -> int:
-        """How many branches of all layers together add to the residual stream."""
-        return self.layers * (2 if self.mlp_layers is None else 1)
-
-    @property
     def expert_layers(self) -> tuple[int, ...]:
         """The layers with experts."""
         some = range(self.layers if self.experts else 0) if self.mlp_layers is None else self.mlp_layers
@@ -233,12 +223,6 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         return tuple((self.of_layer(self.order.index(kind)), count) for kind, count in counts.items())
 
     @property
-    def cache_layers(self) -> tuple[int, ...]:
-        """The index of each layer among the layers of its kind, which share a cache."""
-        order = self.order
-        return tuple(order[:number].count(kind) for number, kind in enumerate(order))
-
-    @property
     def windowed(self) -> tuple[bool, ...]:
         """Whether each layer attends within the sliding window only."""
         if self.sliding_window is None:
@@ -273,159 +257,6 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         )
 
 
-_MAX_PARAMETERS = 10**15
-
-
-def _block_matrices(c: GPTConfig, *, active: bool) -> int:
-    """Elements of one block's weight matrices; ``active`` counts only the matrices that one token meets."""
-    mixer = _recurrent_matrices(c) if c.all_recurrent else _attention_matrices(c)
-    hidden = c.experts * c.ffn_width + c.shared_ffn if c.experts and not active else c.active_ffn_width
-    routers = c.experts + c.shared_gate if c.experts else 0
-    return mixer + c.d_model * ((3 if c.gated else 2) * hidden + routers)
-
-
-def _attention_matrices(c: GPTConfig) -> int:
-    """Elements of attention's projections; 0 without attention."""
-    outputs = c.d_model * c.attention_width * (1 + c.attention_gate)
-    if c.latent_rank is None or not outputs:
-        return outputs + c.d_model * c.qkv_width
-    ranks = c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
-    queries = c.heads * c.head_dim * (c.latent_query_rank or c.d_model)
-    return outputs + c.d_model * ranks + queries + c.latent_rank * latent_outputs(c)
-
-
-def _recurrent_matrices(c: GPTConfig) -> int:
-    """Elements of a recurrent layer's projections: its convolution's inputs, gates, steps and outputs.
-
-    Kimi's gates and decays are projected in two steps.
-    """
-    if c.recurrent == "kimi_delta":
-        ranks = c.recurrent_key_width, c.recurrent_width
-        outputs = c.conv_channels + c.value_heads + sum(ranks) + c.recurrent_values
-        return c.d_model * outputs + ranks[0] * c.recurrent_keys + ranks[1] * c.recurrent_values
-    gates = {"gated_delta": 2 * c.value_heads, "mamba2": c.value_heads, "short_conv": c.d_model}[c.recurrent]
-    return c.d_model * (c.conv_channels + gates + 2 * c.recurrent_values)
-
-
 def latent_outputs(c: GPTConfig) -> int:
     """Width of all heads' values and keys (without the rotary part), which are projected from a latent."""
     return c.heads * (c.head_dim - c.rope_width + c.value_dim)
-
-
-def _norm_parameters(c: GPTConfig) -> int:
-    return c.d_model * (2 if c.norm == "layer" and (c.biases or c.norm_biases) else 1)
-
-
-def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
-    """Number of parameters of ``GPT(config)``; tied matrices count once.
-
-    With ``active``, only the experts of one token count.
-    """
-    c = config
-    tables = c.vocab_size + (0 if c.tied else c.output_rows)
-    if c.positions == "learned":
-        tables += c.max_seq_len + c.position_offset
-    blocks = sum(count * _block_parameters(kind, active=active) for kind, count in c.kinds)
-    return blocks + tables * c.d_model + c.head_bias * c.output_rows + _norm_parameters(c)
-
-
-def _block_parameters(c: GPTConfig, *, active: bool) -> int:
-    norms = (c.has_mixer + c.has_mlp) * (c.pre_norms + c.post_norms) - (c.branches == "parallel_one_norm")
-    block = _block_matrices(c, active=active) + norms * _norm_parameters(c)
-    if c.biases and c.has_mlp:
-        mlp = (2 if c.gated else 1) * c.ffn_width + c.d_model
-        counted = c.experts_per_token if active else c.experts
-        block += counted * mlp + c.experts if c.experts else mlp
-    if c.experts and c.shared_norms:
-        block += 3 * _norm_parameters(c) + c.d_model + c.experts
-    return block + (_recurrent_vectors(c) if c.all_recurrent else _attention_vectors(c))
-
-
-def _recurrent_vectors(c: GPTConfig) -> int:
-    """Parameters of a recurrent layer besides its projections."""
-    own = {
-        "gated_delta": 2 * c.value_heads + c.recurrent_width,
-        "kimi_delta": c.value_heads + c.recurrent_keys + c.recurrent_width,
-        "mamba2": 3 * c.value_heads + c.recurrent_values + c.conv_channels,
-        "short_conv": 0,
-    }
-    return c.conv_width * c.conv_channels + own[c.recurrent]
-
-
-def _attention_vectors(c: GPTConfig) -> int:
-    """Parameters of attention besides its projections: norms, biases and sinks."""
-    if not c.attention_layers:
-        return 0
-    count = (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
-    if c.qk_norm:
-        count += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
-    if c.biases or c.qkv_biases:
-        count += c.qkv_width
-    if c.biases or c.out_bias:
-        count += c.d_model
-    return count + c.attention_sinks * c.heads
-
-
-def describe_parameters(config: GPTConfig) -> str:
-    """The number of parameters as text, for a mixture of experts also the number that one token meets."""
-    text = f"{parameter_count(config):,} parameters"
-    return f"{text} ({parameter_count(config, active=True):,} active)" if config.experts else text
-
-
-def flops_per_token(config: GPTConfig, seq_len: int) -> int:
-    """Floating-point operations of one training token, forward and backward.
-
-    Each weight that multiplies the token counts 6. That includes the output projection and the token's
-    experts, but no embedding look-ups. Each token that a position attends to in a layer (``attention_flops``)
-    counts 6 x heads x (head_dim + value_dim). Recurrent layers count ``recurrence_flops`` instead.
-
-    As in PaLM (Chowdhery et al., 2022, appendix B), recomputation is not counted. Unlike in PaLM, causal
-    masking is deducted: in long rows the masked pairs would lift the figure above the chip's peak. Model
-    FLOPs utilisation is this times tokens per second, divided by the peak.
-
-    Raises:
-        ConfigurationError: seq_len is below 1 or above config.max_seq_len.
-    """
-    if not 1 <= seq_len <= config.max_seq_len:
-        raise ConfigurationError(f"seq_len = {seq_len} must be from 1 to max_seq_len = {config.max_seq_len}")
-    matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
-    matrices += config.output_rows * config.d_model
-    attention = round(attention_flops(config, seq_len))
-    return 6 * matrices + attention + len(config.recurrent_layers) * recurrence_flops(config)
-
-
-def recurrence_flops(config: GPTConfig) -> int:
-    """Floating-point operations of a recurrent layer without its projections, for a token.
-
-    The gated delta rule reads the state by key and by query, and writes it once: 2 each for its elements, and
-    twice as many in the backward pass. Mamba-2 does not read it by key.
-    """
-    state = config.value_heads * config.recurrent_key_width * config.recurrent_width
-    rule = {"gated_delta": 18, "kimi_delta": 18, "mamba2": 12, "short_conv": 0}[config.recurrent] * state
-    return rule + 6 * config.conv_width * config.conv_channels
-
-
-def pair_flops(config: GPTConfig) -> int:
-    """Floating-point operations of a layer's attention for one query and key, forward and backward."""
-    return 6 * config.heads * (config.head_dim + config.value_dim)
-
-
-def attended_tokens(config: GPTConfig, seq_len: int) -> list[float]:
-    """Tokens that a position attends to in each layer: the mean over positions.
-
-    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len). Layers without
-    attention count none.
-    """
-    window, attended = min(seq_len, config.sliding_window or seq_len), set(config.attention_layers)
-    reached = (
-        0 if number not in attended else window if windowed else seq_len
-        for number, windowed in enumerate(config.windowed)
-    )
-    return [reach - reach**2 / (2 * seq_len) for reach in reached]
-
-
-def attention_flops(config: GPTConfig, seq_len: int) -> float:
-    """Floating-point operations of a token's attention in all layers, forward and backward."""
-    pairs = [pair_flops(kind) for kind, _ in config.kinds]
-    each = zip(config.order, attended_tokens(config, seq_len), strict=True)
-    return sum(pairs[kind] * attended for kind, attended in each)

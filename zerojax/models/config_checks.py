@@ -59,6 +59,7 @@ _NEEDS: tuple[tuple[str, tuple[str, "Callable[[GPTConfig], object]"]], ...] = (
 """Field, and the setting that it needs if it differs from its default: as text, and as a condition."""
 _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 10_000
+_MAX_PARAMETERS = 10**15
 _MAX_UNSCANNED = 1_000  # each is a module, built and compiled separately
 
 
@@ -80,6 +81,17 @@ def check_model(config: "GPTConfig") -> None:
     _check_recurrent(config)
     if config.experts != 0:
         _check_experts(config)
+    _check_size(config)
+
+
+def _check_size(c: "GPTConfig") -> None:
+    """Refuse a size beyond all hardware, by the largest matrices."""
+    widths = c.qkv_width + c.conv_channels + 3 * max(c.experts, 1) * c.ffn_width
+    count = c.d_model * (c.vocab_size + c.layers * widths)
+    require(
+        count <= _MAX_PARAMETERS,
+        f"the model has about {count:.1g} parameters, and at most {_MAX_PARAMETERS:.0e} are supported",
+    )
 
 
 def _check_values(c: "GPTConfig") -> None:

@@ -330,11 +330,14 @@ class GPT(nnx.Module):
         lengths = (own.keys.shape[3] for own in cache if isinstance(own, KVCache))
         length = next(lengths) if c.rope_scaling == "longrope" else end[:, None]
         hidden, rope = self.embed_tokens(tokens, positions, length)
+        # Layers of a kind share a cache, and "layer" is a layer's index in it.
+        order = c.order
+        places = [order[:number].count(kind) for number, kind in enumerate(order)]
         hidden, cache = self._through(
             (hidden, cache),
             rope,
             shared={"positions": positions, "end": end},
-            by_layer={"layer": c.cache_layers},
+            by_layer={"layer": places},
             by_kind={"cache": range(len(cache))},
             method="decode",
         )

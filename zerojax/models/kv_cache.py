@@ -105,7 +105,13 @@ def attend_cached(
         )
 
     cache = jax.tree.map(written, cache, KVCache(key, value))
-    read = partial(_keys_and_values, latent)
+
+    def read(keys: Array, values: Array | None) -> tuple[Array, Array]:
+        if latent is not None:
+            return latent.expanded(keys)
+        assert values is not None
+        return keys, values
+
     if query.shape[1] == cache.keys.shape[3]:
         # The new tokens fill the cache, so it was empty: they see only each other.
         attended = causal_attention(
@@ -152,13 +158,6 @@ def attend_cached(
 
 Read = Callable[[Array, Array | None], tuple[Array, Array]]
 """Expands cache entries to keys and values (batch, time, kv_heads, ...)."""
-
-
-def _keys_and_values(latent: LatentHeads | None, keys: Array, values: Array | None) -> tuple[Array, Array]:
-    if latent is not None:
-        return latent.expanded(keys)
-    assert values is not None
-    return keys, values
 
 
 def _flash_kernel(config: GPTConfig, query: Array, value: Array) -> Literal["cudnn", "xla"] | None:

@@ -179,12 +179,8 @@ class _Recurrent(nnx.Module):
         before = Before(held.inputs, held.states, positions < end[:, None])
         out, state = self.mixed(projected, None, before)
         count = jnp.clip(end - positions[:, 0], 0, x.shape[1])
-        new = Recurrence(last_inputs(self.convolved(projected), held.inputs, count), state)
+        new = Recurrence(last_inputs(projected[0], held.inputs, count), state)
         return out, jax.tree.map(lambda whole, own: whole.at[layer].set(own.astype(whole.dtype)), cache, new)
-
-    def convolved(self, projected: Projected) -> Array:
-        """The convolution's input."""
-        return projected[0]
 
     def join(self, heads: Array) -> Hidden:
         """Apply the output projection."""
@@ -279,8 +275,10 @@ class KimiDelta(GatedDelta):
 
     def _add_gates(self, linear: Any) -> None:
         c = self.config
-        self.gate_down, self.gate = _in_two(linear, c.d_model, c.recurrent_width, c.recurrent_values)
-        self.decay_down, self.decay = _in_two(linear, c.d_model, c.recurrent_key_width, c.recurrent_keys)
+        self.gate_down = linear(c.d_model, c.recurrent_width)
+        self.gate = linear(c.recurrent_width, c.recurrent_values)
+        self.decay_down = linear(c.d_model, c.recurrent_key_width)
+        self.decay = linear(c.recurrent_key_width, c.recurrent_keys)
         self.beta = linear(c.d_model, c.value_heads)
         self.step_bias = nnx.Param(jnp.ones(c.recurrent_keys))
 
@@ -295,11 +293,6 @@ class KimiDelta(GatedDelta):
         """See ``_Recurrent``."""
         bias = self.step_bias[...].reshape(-1, self.config.recurrent_key_width)
         return Own(self.config, self.conv[...], (), (self.log_rate[...], bias))
-
-
-def _in_two(linear: Any, inputs: int, rank: int, outputs: int) -> tuple[nnx.Linear, nnx.Linear]:
-    """A projection by way of ``rank`` elements."""
-    return linear(inputs, rank), linear(rank, outputs)
 
 
 class ShortConv(_Recurrent):
@@ -396,11 +389,4 @@ RECURRENT = {
     "short_conv": ShortConv,
     "mamba2": Mamba2,
 }
-"""By ``GPTConfig.recurrent``."""
-
-
-def recurrent_layer(
-    config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs
-) -> GatedDelta | KimiDelta | ShortConv | Mamba2:
-    """The recurrent layer of a config; ``linear`` and ``out`` make its projections of (inputs, outputs)."""
-    return RECURRENT[config.recurrent](config, linear=linear, out=out, rngs=rngs)
+"""By ``GPTConfig.recurrent``. ``linear`` and ``out`` make a layer's projections of (inputs, outputs)."""

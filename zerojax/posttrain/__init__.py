@@ -1,7 +1,6 @@
 """Post-training: losses, advantages, rewards, and the loops of ``zerojax posttrain``."""
 
 from zerojax.posttrain.loss.advantages import gae, group_advantages
-from zerojax.posttrain.loss.log_probs import token_log_probs
 from zerojax.posttrain.loss.losses import (
     KLEstimator,
     bradley_terry_loss,
@@ -12,6 +11,7 @@ from zerojax.posttrain.loss.losses import (
     kl_estimate,
     token_mean,
 )
+from zerojax.posttrain.loss.objectives import token_log_probs
 from zerojax.posttrain.reward.environment import Environment
 
 __all__ = [

@@ -14,14 +14,16 @@ from plain_loop import Plain, distance, masters
 
 import zerojax
 from zerojax.models import GPT, Block, GPTConfig
-from zerojax.posttrain.loss.policy import (
+from zerojax.posttrain.loss.objectives import (
+    answer_log_probs,
+    answer_scores,
     completion_scores,
     log_probs_of,
     policy_loss,
+    preference_loss,
     value_loss,
     values_of,
 )
-from zerojax.posttrain.loss.preference import answer_log_probs, answer_scores, preference_loss
 from zerojax.run.config import PosttrainSection
 
 SLOW = pytest.mark.slow

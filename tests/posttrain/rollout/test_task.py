@@ -18,7 +18,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models import GPT
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.data.prompts import Prompt
-from zerojax.posttrain.loss.policy import policy_loss
+from zerojax.posttrain.loss.objectives import policy_loss
 from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.reward.pool import RewardPool

@@ -67,9 +67,10 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels.delta_chunks_reference import CHUNK
 from zerojax.models.attention import HOPPER, has_flash
-from zerojax.models.config import GPTConfig, attention_flops, flops_per_token, pair_flops, recurrence_flops
+from zerojax.models.config import GPTConfig
 from zerojax.models.options import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
+from zerojax.models.size import attention_flops, flops_per_token, pair_flops, recurrence_flops
 from zerojax.schedule.tiles import tokens_of_tile
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.deepspeed.reader import ACCUMULATE, AUTO, MICRO, TRAIN
+from zerojax.interop.deepspeed.draft import ACCUMULATE, AUTO, MICRO, TRAIN
 from zerojax.interop.deepspeed.words import NOTES
 from zerojax.validation.untrusted import short
 
@@ -38,6 +38,19 @@ _DEFAULTS: dict[str, Any] = {
 }
 """The arguments that are read, and the Trainer's defaults."""
 
+_FILLED = {
+    MICRO: "per_device_train_batch_size",
+    ACCUMULATE: ACCUMULATE,
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+}
+"""DeepSpeed's key -> the argument that fills it in."""
+
 _SCHEDULERS = {
     "linear": ("WarmupDecayLR", {"warmup_max_lr": AUTO, "total_num_steps": AUTO}),
     "cosine": ("WarmupCosineLR", {"total_num_steps": AUTO, "cos_min_ratio": 0.0}),
@@ -64,38 +77,12 @@ def check_deepspeed(data: dict[str, Any]) -> None:
     )
 
 
-def filled_in(data: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """A DeepSpeed config with the Trainer's arguments in place of "auto".
-
-    A config without an optimizer or a scheduler gets the Trainer's own.
-    """
-    arguments = _read(trainer)
-    data = copy.deepcopy(data)
-    data.setdefault("optimizer", {"type": "AdamW", "params": dict.fromkeys(_of_optimizer(arguments), AUTO)})
-    if "scheduler" not in data:
-        kind, parameters = _SCHEDULERS.get(
-            arguments["lr_scheduler_type"], (arguments["lr_scheduler_type"], {})
-        )
-        parameters = {"warmup_num_steps": AUTO, "warmup_type": "linear", **parameters}
-        data["scheduler"] = {"type": kind, "params": parameters}
-    for path, value in _values(arguments).items():
-        _fill(data, path.split("."), value)
-    if data.get(TRAIN) == AUTO:
-        del data[TRAIN]  # follows from the other two
-    return data
-
-
-def steps_of(trainer: Any) -> int | None:
-    """The number of optimizer steps in the Trainer's arguments; None if it follows from the data.
+def read_arguments(trainer: Any) -> dict[str, Any]:
+    """The Trainer's arguments that are used, with its defaults.
 
     Raises:
-        ConfigurationError: an argument has the wrong type.
+        ConfigurationError: they are no JSON object, or an argument has the wrong type.
     """
-    steps = _read(trainer)["max_steps"]
-    return steps if steps > 0 else None
-
-
-def _read(trainer: Any) -> dict[str, Any]:
     if not isinstance(trainer, dict):
         raise ConfigurationError("--trainer-args: the Trainer's arguments must be a JSON object")
     read = dict(_DEFAULTS)
@@ -112,33 +99,35 @@ def _read(trainer: Any) -> dict[str, Any]:
     return read
 
 
-def _of_optimizer(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "lr": arguments["learning_rate"],
-        "betas": [arguments["adam_beta1"], arguments["adam_beta2"]],
-        "eps": arguments["adam_epsilon"],
-        "weight_decay": arguments["weight_decay"],
-    }
+def filled_in(data: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed config with the arguments of ``read_arguments`` in place of "auto".
 
-
-def _values(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's values by path; None if one depends on the length of the data set."""
-    steps = steps_of(arguments)
+    A config without an optimizer or a scheduler gets the Trainer's own.
+    """
+    data = copy.deepcopy(data)
+    parameters = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO)
+    data.setdefault("optimizer", {"type": "AdamW", "params": parameters})
+    if "scheduler" not in data:
+        kind, parameters = _SCHEDULERS.get(
+            arguments["lr_scheduler_type"], (arguments["lr_scheduler_type"], {})
+        )
+        parameters = {"warmup_num_steps": AUTO, "warmup_type": "linear", **parameters}
+        data["scheduler"] = {"type": kind, "params": parameters}
+    steps = arguments["max_steps"] if arguments["max_steps"] > 0 else None  # it depends on the data set
     warmup, ratio = arguments["warmup_steps"], arguments["warmup_ratio"]
     if not warmup and ratio:
         warmup = None if steps is None else math.ceil(ratio * steps)
-    return {
-        MICRO: arguments["per_device_train_batch_size"],
-        ACCUMULATE: arguments[ACCUMULATE],
-        "gradient_clipping": arguments["max_grad_norm"],
-        "bf16.enabled": arguments["bf16"],
-        "fp16.enabled": arguments["fp16"],
-        **{f"optimizer.params.{name}": value for name, value in _of_optimizer(arguments).items()},
+    values = {path: arguments[name] for path, name in _FILLED.items()} | {
+        "optimizer.params.betas": [arguments["adam_beta1"], arguments["adam_beta2"]],
         "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": arguments["learning_rate"],
         "scheduler.params.warmup_num_steps": warmup,
         "scheduler.params.total_num_steps": steps,
     }
+    for path, value in values.items():
+        _fill(data, path.split("."), value)
+    if data.get(TRAIN) == AUTO:
+        del data[TRAIN]  # follows from the other two
+    return data
 
 
 def _fill(data: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -146,7 +135,7 @@ def _fill(data: dict[str, Any], keys: list[str], value: Any) -> None:
     *tables, last = keys
     for key in tables:
         data = data.get(key, {})
-        if not isinstance(data, dict):  # the reader refuses it
+        if not isinstance(data, dict):  # ``Draft.take`` refuses it
             return
     if data.get(last) == AUTO and value is not None:
         data[last] = value

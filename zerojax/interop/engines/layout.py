@@ -208,11 +208,8 @@ def _stored(state: TrainState, parts: TensorParts) -> Iterator[_Stored]:
     for name, layers in others.items():
         x = state.model_state[name]
         shape = layers[0][0].weight
-        yield _Stored(("", name), x, x.ndim - len(shape), shape[-1], layers, _whole)
-
-
-def _whole(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    yield start, start, stop
+        stack, whole = x.ndim - len(shape), lambda start, stop: iter([(start, start, stop)])
+        yield _Stored(("", name), x, stack, shape[-1], layers, whole)
 
 
 def strip_of(tensor: Tensor, number: int) -> Strip:

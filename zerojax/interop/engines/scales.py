@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Shard, lax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
@@ -88,16 +88,12 @@ def exponents_of(
     return _exponents(found, arrays[0].sharding.mesh) if found else []  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def start_of(shard: Shard) -> int:
-    """The first element of a layer of a matrix in one shard of the stored array."""
-    return shard.index[-2].start or 0
-
-
 def _on_devices(x: jax.Array, blocks: Blocks, layers: int) -> Int32[Array, "devices layers rows columns"]:
     """What each device knows of the largest magnitudes."""
     mesh: Mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
     own = [
-        _largest(shard.data, np.int32(start_of(shard)), blocks=blocks, layers=layers)[None]
+        # The index starts at the shard's first element of a layer.
+        _largest(shard.data, np.int32(shard.index[-2].start or 0), blocks=blocks, layers=layers)[None]
         for shard in x.addressable_shards
     ]
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

@@ -1,7 +1,7 @@
 """Moves adapters between train states and PEFT's files."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -108,15 +108,22 @@ def export_adapter(
         a, b = side_by_side(factors, parts[tensor][0].outputs, factors[0].scale)
         tensors |= {key_of(module, name): x.T for name, x in zip(KINDS, (a, b), strict=True)}
         ranks[module], alphas[module] = len(b), alpha_for(lora, len(b), factors[0].scale)
+    of_experts = peft_experts.parameters(own, model)
+    held = {
+        one: [factor for part in of_experts[one] for factor in _factors_within(spec, part, values)]
+        for one in of_experts
+    }
     parameters = list[str]()
-    for parameter, module, adapted_ones, factor in _experts_of(spec, own, model, values):
-        wrapper = peft_experts.wrapped(module, parameter, adapted_ones)
-        interleaved = peft_experts.interleaves(parameter, own)
-        pair = peft_experts.to_files(factor.a, factor.b, interleaved=interleaved)
+    for (module, parameter), factors in held.items():
+        if not factors:
+            continue
+        a, b = side_by_side(factors, of_experts[module, parameter][0].outputs, factors[0].scale)
+        parameters = [name for (other, name), found in held.items() if other == module and found]
+        wrapper = peft_experts.wrapped(module, parameter, parameters)
+        pair = peft_experts.to_files(a, b, interleaved=peft_experts.interleaves(parameter, own))
         tensors |= {key_of(wrapper, name): x for name, x in zip(KINDS, pair, strict=True)}
-        name, rank = f"{module}.{parameter}", factor.a.shape[-1]
-        ranks[name], alphas[name] = rank, alpha_for(lora, rank, factor.scale)
-        parameters = adapted_ones
+        name, rank = f"{module}.{parameter}", a.shape[-1]
+        ranks[name], alphas[name] = rank, alpha_for(lora, rank, factors[0].scale)
     for tensor in parts:
         if tensor in trained or module_of(tensor) in whole:
             tensors[whole_keys(tensor)[module_of(tensor) in targets]] = _whole(state, parts[tensor])
@@ -302,29 +309,6 @@ def _factors_of(spec: TrainSpec, place: Place, values: Arrays) -> list[Factor]:
 def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Factor]:
     """A part's adapters, with columns of its tensor's module."""
     return within(_factors_of(spec, part.place, values), part.columns, part.rows.start)
-
-
-def _experts_of(
-    spec: TrainSpec, family: Family, model: GPTConfig, values: Arrays
-) -> Iterator[tuple[str, str, list[str], Factor]]:
-    """The adapters of experts.
-
-    Yields:
-        The parameter, its module, all adapted parameters of the module, and the adapters.
-    """
-    for layer, module in peft_experts.modules(family, model):
-        found: dict[str, tuple[list[Factor], int]] = {}
-        for parameter, names in peft_experts.parameters(model).items():
-            factors, outputs = list[Factor](), 0
-            for place in (peft_experts.place(name, layer) for name in names):
-                width = _leaves(spec)[place][0].shape[-1]
-                factors += within(_factors_of(spec, place, values), slice(0, width), outputs)
-                outputs += width
-            if factors:
-                found[parameter] = factors, outputs
-        for parameter, (factors, outputs) in found.items():
-            scale = factors[0].scale
-            yield parameter, module, list(found), Factor(*side_by_side(factors, outputs, scale), 0, scale)
 
 
 def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:

@@ -105,11 +105,9 @@ def _write_list(model: GPTConfig) -> Fields:
     return {"mlp_layer_types": ["dense" if i in dense else "sparse" for i in range(model.layers)]}
 
 
-def _listed_or_first(keys: ConfigKeys, layers: int) -> list[int]:
-    return _listed(keys, layers, keys.take("first_k_dense_replace", int, 1))
-
-
-LISTED_DENSE = _dense(_listed_or_first, _write_list)
+LISTED_DENSE = _dense(
+    lambda keys, layers: _listed(keys, layers, keys.take("first_k_dense_replace", int, 1)), _write_list
+)
 """The layers without experts by words, or in Kimi Linear's first files by their number."""
 
 

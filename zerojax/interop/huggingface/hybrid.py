@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, key, only, unused
+from zerojax.interop.huggingface.config_table import Entry, Fields, key, only, unused
 from zerojax.interop.huggingface.experts import (
     CHOICE_RATE,
     DENSE_LAYERS,
@@ -164,21 +164,16 @@ _LFM2_CONV: Tensors = {"recurrent/conv": Bare("conv.conv.weight", ones=CONVOLUTI
 LFM2_NAMES = Names(_LFM2_BLOCK, _LFM2_CONV, norm="embedding_norm")
 
 
-def _choice_bias(keys: ConfigKeys, _: Fields) -> Fields:
-    used = keys.take("use_expert_bias", bool, True)
-    return {"router_balance_rate": CHOICE_RATE if used else 0.0}
-
-
 LFM2_MOE = like_llama(
     first_dense(2, "num_dense_layers"),
     key("moe_intermediate_size", "ffn", int, 1792, written="ffn_width"),
     *mixture("num_experts"),
     key("norm_topk_prob", "router_normalise", bool, True),
     key("routed_scaling_factor", "router_scale", float, 1.0),
-    Entry(
-        _choice_bias,
-        lambda model: {"use_expert_bias": model.router_balance_rate > 0},
-        lambda _: {"router_balance_rate": ANY},
+    key(
+        *("use_expert_bias", "router_balance_rate", bool, True),
+        decode=lambda used, _: CHOICE_RATE if used else 0.0,
+        written=lambda model: model.router_balance_rate > 0,
     ),
     recurrent_layers(_CONV, interval=None),
     *_LFM2_CONVOLUTION,
@@ -260,6 +255,10 @@ def _write_unrotated(model: GPTConfig) -> Fields:
     return {"rope_theta": None, "rope_parameters": table} if model.no_rope_layers else {}
 
 
+def _plain_heads(_: ConfigKeys, found: Fields) -> int:
+    return found["heads"]
+
+
 _OF_INITIAL_VALUES = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max")
 OLMO_HYBRID = like_llama(
     SILU,
@@ -268,16 +267,8 @@ OLMO_HYBRID = like_llama(
     key("linear_conv_kernel_dim", "conv_width", int, 4),
     key("linear_key_head_dim", "recurrent_key_width"),
     key("linear_value_head_dim", "recurrent_width"),
-    key(
-        "linear_num_value_heads",
-        "recurrent_heads",
-        int,
-        lambda _, found: found["heads"],
-        written="value_heads",
-    ),
-    key(
-        "linear_num_key_heads", "recurrent_key_heads", int, lambda _, found: found["heads"], written=key_heads
-    ),
+    key("linear_num_value_heads", "recurrent_heads", int, _plain_heads, written="value_heads"),
+    key("linear_num_key_heads", "recurrent_key_heads", int, _plain_heads, written=key_heads),
     key("linear_allow_neg_eigval", "recurrent_negative", bool, True),
     unused(*_OF_INITIAL_VALUES, "linear_dt_init_floor"),
     Entry(_unrotated, _write_unrotated, lambda model: {"no_rope_layers": ((), tuple(range(model.layers)))}),

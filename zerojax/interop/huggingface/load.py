@@ -12,7 +12,6 @@ from jaxtyping import Array, Float32, PyTree
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family, is_left_out, read_model
 from zerojax.interop.huggingface.mapping import (
-    Tensor,
     TensorParts,
     layers_of,
     place_of,
@@ -183,23 +182,14 @@ def _placed(
         assert index is not None  # None only for shardings without indices
         start, stop, _ = index[len(leaf.stack)].indices(leaf.padded)
         layers = range(first, first + leaf.layers)[index[0]] if leaf.stack else (None,)
-        flat = np.empty((len(layers), stop - start), np.float32)
+        flat = np.zeros((len(layers), stop - start), np.float32)
         for row, layer in zip(flat, layers, strict=True):
-            row[:] = _flat_part(leaf, layer, start, stop, files, parts)
+            for place, one, end in leaf.runs(start, stop):
+                row[place - start :][: end - one] = _elements(leaf, layer, one, end, files, parts)
         shape = flat.shape if leaf.stack else flat.shape[1:]
         return flat.reshape(*shape, *(1,) * (len(leaf.stored_shape) - len(shape)))
 
     return jax.make_array_from_callback(leaf.stored_shape, sharding, read)
-
-
-def _flat_part(
-    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: WeightFiles, parts: TensorParts
-) -> Float32[np.ndarray, " n"]:
-    """One layer's stored elements at the places [start, stop), flat and padded."""
-    flat = np.zeros(stop - start, np.float32)
-    for place, first, last in leaf.runs(start, stop):
-        flat[place - start :][: last - first] = _elements(leaf, layer, first, last, files, parts)
-    return flat
 
 
 def _elements(
@@ -214,7 +204,11 @@ def _elements(
         if tensor.name not in files.specs or own.stop <= own.start:
             continue
         inputs = slice(own.start - tensor.inputs.start, own.stop - tensor.inputs.start)
-        values = _read_rows(tensor, inputs, files).astype(np.float32)
+        if tensor.axes < 2:  # a vector is one row
+            values = files.read(tensor.name, *tensor.region()).reshape(1, -1)
+        else:
+            values = tensor.turned(files.read(tensor.name, *tensor.region(inputs)))
+        values = values.astype(np.float32)
         out = rows[own.start - first : own.stop - first, tensor.columns]
         if not tensor.part.required and not np.array_equal(values, out):
             raise ConfigurationError(
@@ -238,10 +232,3 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(rows, range(0, len(values), _TILE)))
-
-
-def _read_rows(tensor: Tensor, rows: slice, files: WeightFiles) -> np.ndarray:
-    """Read some rows of a leaf's matrix (a vector is one row) from one tensor."""
-    if tensor.axes < 2:
-        return files.read(tensor.name, *tensor.region()).reshape(1, -1)
-    return tensor.turned(files.read(tensor.name, *tensor.region(rows)))

@@ -37,17 +37,13 @@ def _write_head(model: GPTConfig) -> Fields:
     return {"mamba_expand": factor, "mamba_d_head": model.recurrent_width}
 
 
-def _limit(keys: ConfigKeys, _: Fields) -> None:
-    keys.only("time_step_limit", *_NO_LIMIT)
-
-
 _MAMBA = (
     key("mamba_n_heads", "recurrent_heads", int, 128, written="value_heads"),
     key("mamba_n_groups", "recurrent_key_heads", int, 1, written=key_heads),
     key("mamba_d_state", "recurrent_key_width", int, 256),
     key("mamba_d_conv", "conv_width", int, 4),
     Entry(_head, _write_head, lambda model: {"recurrent_width": model.recurrent_width}),
-    Entry(_limit),
+    Entry(lambda keys, _: keys.only("time_step_limit", *_NO_LIMIT)),
     only("mamba_conv_bias", True),
     only("mamba_proj_bias", False),
     unused("mamba_chunk_size"),
@@ -63,15 +59,15 @@ def _attended(keys: ConfigKeys, found: Fields) -> Fields:
     return {"recurrent_layers": tuple(x for x in range(found["layers"]) if x not in attended)}
 
 
-def _write_attended(model: GPTConfig) -> Fields:
-    return {"attn_layer_indices": [x for x in range(model.layers) if x not in model.recurrent_layers]}
-
-
 BAMBA = like_llama(
     SILU,
     NO_BIASES,
     only("mlp_bias", False),
-    Entry(_attended, _write_attended, recurrent_layers("").allowed),
+    Entry(
+        _attended,
+        lambda model: {"attn_layer_indices": [*model.attention_layers]},
+        recurrent_layers("").allowed,
+    ),
     *_MAMBA,
     unused("num_logits_to_keep", "z_loss_coefficient"),
     kv_heads=8,

@@ -7,13 +7,14 @@ after its ``base_layer``. A is ``[experts x rank, inputs]``, expert by expert. B
 ``[outputs, rank x experts]``, rank by rank.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float32
 
 from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Bare, Place
+from zerojax.interop.huggingface.mapping import Bare, Tensor, TensorPart
 from zerojax.models.config import GPTConfig
 
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
@@ -22,28 +23,34 @@ MODULE = "experts"
 """The last word in the name of a layer's experts."""
 
 
-def modules(family: Family, model: GPTConfig) -> Iterator[tuple[int, str]]:
-    """The layers with experts, and the names of the modules that hold them."""
-    for layer in range(model.layers):
-        if model.of_layer(layer).experts:
-            yield layer, family.prefix + family.names.layers.format(layer=layer) + family.names.experts
-
-
-def parameters(model: GPTConfig) -> dict[str, tuple[str, ...]]:
-    """The ``PARAMETERS`` of a model."""
+def parameters(family: Family, model: GPTConfig) -> dict[tuple[str, str], list[Tensor]]:
+    """The weights in each parameter of a model's experts, by its module and its name."""
+    found: dict[tuple[str, str], list[Tensor]] = {}
     absent = "up_proj" if model.gated else "gate_up_proj"
-    return {name: weights for name, weights in PARAMETERS.items() if name != absent}
+    for layer in model.expert_layers:
+        own = model.of_layer(layer)
+        module = family.prefix + family.names.layers.format(layer=layer) + family.names.experts
+        for parameter, names in PARAMETERS.items():
+            if parameter == absent:
+                continue
+            sizes = (own.ffn_width, own.d_model) if parameter == "down_proj" else (own.d_model, own.ffn_width)
+            whole = TensorPart(parameter, outputs=len(names) * sizes[1])
+            found[module, parameter] = [
+                Tensor(
+                    parameter,
+                    (f"block/mlp/{name}", layer),
+                    (own.experts, *sizes),
+                    replace(whole, first=number * sizes[1]),
+                )
+                for number, name in enumerate(names)
+            ]
+    return found
 
 
 def wrapped(module: str, parameter: str, adapted: Collection[str]) -> str:
     """The name of the module with a parameter's A and B; ``adapted`` are all parameters with adapters."""
     later = list(PARAMETERS)[list(PARAMETERS).index(parameter) + 1 :]
     return ".".join([module, *("base_layer" for other in later if other in adapted)])
-
-
-def place(name: str, layer: int) -> Place:
-    """The place of a weight of a layer's experts."""
-    return f"block/mlp/{name}", layer
 
 
 def interleaves(parameter: str, family: Family) -> bool:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 from jaxtyping import Bool, Float32
 
 from zerojax.errors import ConfigurationError
@@ -30,7 +29,8 @@ from zerojax.interop.huggingface.mapping import Place, Shape, Tensor, place_at, 
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import read_config_json
 from zerojax.matmul.lora import LoRA
-from zerojax.models import GPT, GPTConfig
+from zerojax.models import GPTConfig
+from zerojax.models.size import abstract_weights
 from zerojax.validation.untrusted import short
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,12 +65,11 @@ _EMBEDDING: Place = ("embed/embedding", None)
 
 def weight_shapes(model: GPTConfig) -> dict[Place, Shape]:
     """The shapes of a model's weights (of one layer)."""
-    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
     found: dict[Place, Shape] = {}
-    for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
+    for path, x in abstract_weights(model).items():
         stacked = path[0] == "blocks"
         for layer in range(x.shape[0]) if stacked else (None,):
-            found[place_at(tuple(map(str, path)), layer, model.order)] = x.shape[stacked:]
+            found[place_at(path, layer, model.order)] = x.shape[stacked:]
     return found
 
 
@@ -352,9 +351,15 @@ class PeftAdapter:
                 in_block = all(part.place[0].startswith("block/") for part in parts)
                 take = self._take_factors if in_block else self._add_product
                 take(module_of(tensor), parts)
-        for parameter in self.settings.parameters:
-            for layer, module in peft_experts.modules(family, model):
-                self._take_experts(parameter, layer, module, family, model)
+        of_experts = peft_experts.parameters(family, model)
+        if of_experts and (lacking := {*self.settings.parameters} - {name for _, name in of_experts}):
+            raise ConfigurationError(
+                f"target_parameters names {min(lacking)!r}, but the experts of this model have none. Use an "
+                "adapter for this model"
+            )
+        for (module, parameter), parts in of_experts.items():
+            if parameter in self.settings.parameters:
+                self._take_experts(module, parameter, parts, family)
         self._check()
 
     @property
@@ -408,10 +413,11 @@ class PeftAdapter:
             parts = tensors_of_model(family, model)
             known = {key for tensor in parts for key in whole_keys(tensor)}
             known |= {key for tensor in parts for key in _adapter_keys(module_of(tensor))}
-            adapted = [x for x in self.settings.parameters if x in peft_experts.parameters(model)]
-            for _, module in peft_experts.modules(family, model) if adapted else ():
-                wrappers = (peft_experts.wrapped(module, parameter, adapted) for parameter in adapted)
-                known |= {key_of(wrapper, kind) for wrapper in wrappers for kind in KINDS}
+            adapted = self.settings.parameters
+            for module, parameter in peft_experts.parameters(family, model):
+                if parameter in adapted:
+                    wrapper = peft_experts.wrapped(module, parameter, adapted)
+                    known |= {key_of(wrapper, kind) for kind in KINDS}
             if not (unknown := self._files.specs.keys() - known):
                 return family, parts
             first = first or (family, min(unknown))
@@ -451,23 +457,17 @@ class PeftAdapter:
         for part in parts:
             self._take(part.place, Factor(a, b, 0, scale), part.rows, part.columns.start)
 
-    def _take_experts(
-        self, parameter: str, layer: int, module: str, family: Family, model: GPTConfig
-    ) -> None:
+    def _take_experts(self, module: str, parameter: str, parts: Sequence[Tensor], family: Family) -> None:
         """Take the adapters of a parameter of a layer's experts."""
         rank, scale = self.settings.of(f"{module}.{parameter}")
-        inputs, outputs = model.d_model, len(peft_experts.PARAMETERS[parameter]) * model.ffn_width
-        if parameter == "down_proj":
-            inputs, outputs = outputs, inputs
         wrapper = peft_experts.wrapped(module, parameter, self.settings.parameters)
-        stacked = rank * model.experts
-        pair = self._pair(wrapper, KINDS, (stacked, inputs), (outputs, stacked))
+        experts, inputs, _ = parts[0].weight
+        stacked = rank * experts
+        pair = self._pair(wrapper, KINDS, (stacked, inputs), (parts[0].outputs, stacked))
         interleaved = peft_experts.interleaves(parameter, family)
-        a, b = peft_experts.from_files(*pair, model.experts, interleaved=interleaved)
-        width = outputs // len(peft_experts.PARAMETERS[parameter])
-        for number, name in enumerate(peft_experts.PARAMETERS[parameter]):
-            columns = slice(number * width, (number + 1) * width)
-            self._take(peft_experts.place(name, layer), Factor(a, b, 0, scale), columns)
+        a, b = peft_experts.from_files(*pair, experts, interleaved=interleaved)
+        for part in parts:
+            self._take(part.place, Factor(a, b, 0, scale), part.rows)
 
     def _take(self, place: Place, module: Factor, outputs: slice, to: int = 0) -> None:
         """Add the columns of a module's adapter that belong to a weight, without ranks of others only."""

@@ -3,9 +3,10 @@
 import secrets
 import shutil
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, override
 
 from zerojax.interop.engines.publisher import Publisher
 from zerojax.interop.huggingface.exporting import Target, export_model
@@ -33,12 +34,12 @@ class Weights(NamedTuple):
     folder: Path
 
 
-class EngineWeights(Protocol):
+class EngineWeights(ABC):
     """Brings weights to the hosts of engines."""
 
+    @abstractmethod
     def publish(self, state: TrainState, step: int) -> Weights:
         """Start to bring a state's weights to all hosts; all processes must call it."""
-        ...
 
     def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
         """Wait until the folder on the host of an engine, by its index, has the weights.
@@ -46,16 +47,16 @@ class EngineWeights(Protocol):
         Returns:
             Why it does not have them after some seconds; "" once it has.
         """
-        ...
+        return ""
 
     def close(self) -> None:
         """Stop bringing weights to the hosts."""
-        ...
+        return
 
 
 @dataclass(frozen=True)
-class ExportedWeights:
-    """Writes each version as a Hugging Face folder, with the tensors of ``zerojax export``.
+class ExportedWeights(EngineWeights):
+    """Writes each version as a Hugging Face folder with ``zerojax export``'s tensors, which appears complete.
 
     Attributes:
         config: the run's settings.
@@ -69,8 +70,8 @@ class ExportedWeights:
     target: Target
     place: Path
 
+    @override
     def publish(self, state: TrainState, step: int) -> Weights:
-        """Write the weights, and remove old versions."""
         name = _name(step)
         out = self.place.absolute() / name
         export_model(state, self.config, self.folder, self.target, out)
@@ -80,15 +81,8 @@ class ExportedWeights:
                 shutil.rmtree(old, ignore_errors=True)
         return Weights(step, name, out)
 
-    def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
-        """Returns "" at once, because the folder appears when it is complete."""
-        return ""
 
-    def close(self) -> None:
-        """Keep the last versions."""
-
-
-class SentWeights:
+class SentWeights(EngineWeights):
     """Sends the changed elements to a receiver beside each engine (docs/engines.md).
 
     Args:
@@ -101,8 +95,8 @@ class SentWeights:
         self._config, self._folder, self._token = config, folder, token
         self._publisher: Publisher | None = None
 
+    @override
     def publish(self, state: TrainState, step: int) -> Weights:
-        """Start to send the weights."""
         settings = self._config.posttrain
         if self._publisher is None:
             receivers, token = settings.engine_receivers, self._token
@@ -110,8 +104,8 @@ class SentWeights:
         self._publisher.publish(state, step)
         return Weights(step, _name(step), Path(settings.engine_folder) / "current")
 
+    @override
     def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
-        """Wait until the engine's receiver has all of the weights. Returns "", or why they are late."""
         assert self._publisher is not None
         limit, receiver = time.monotonic() + seconds, self._config.posttrain.engine_receivers[engine]
         while (serving := self._publisher.serving[receiver]) < weights.step:
@@ -121,8 +115,8 @@ class SentWeights:
             time.sleep(_LOOK_SECONDS)
         return ""
 
+    @override
     def close(self) -> None:
-        """Stop sending."""
         if self._publisher is not None:
             self._publisher.close()
 

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.loss.advantages import gae, token_rewards
 from zerojax.posttrain.methods.trainer import PostTrainer
 from zerojax.posttrain.processes import Rows, mean_over_processes, moments_over_processes
 from zerojax.posttrain.roles.critic import Critic
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import abstract_batch
-from zerojax.train.step import Metrics, train_step
+from zerojax.train.step import Metrics
 
 _gae = jax.jit(gae, static_argnames=("discount", "decay"))
 
@@ -24,30 +23,17 @@ class PPOTrainer(PostTrainer):
 
     critic: Critic  # pyright: ignore[reportIncompatibleVariableOverride]  (PPO always has one)
 
-    def loop(self, signalled: StopRequest) -> None:
-        """Rollout, score, advantages, update and log, until the last step."""
-        in_policy_loss = abstract_batch(self.config)
-        self.evaluate_first_weights()
-        while self.step < self.config.train.steps:
-            rollout = self.rollout(signalled)
-            rewards = self.score(rollout, signalled)
-            rows = self.with_advantages(rollout, rewards)
-            self.write_samples(rollout, rewards)
-            measured = self.measure(rollout, rewards, rows) | self.measure_returns(rewards, rows)
-            for batch in self.minibatches(rows):
-                self.state, metrics = train_step(self.state, {name: batch[name] for name in in_policy_loss})
-                values = self.critic.take_step(batch)
-                metrics |= {"value_loss": values["loss"], "value_grad_norm": values["grad_norm"]}
-                # The run ends if either has diverged.
-                metrics["skipped_in_row"] = jnp.maximum(metrics["skipped_in_row"], values["skipped_in_row"])
-                self.log_step(metrics | measured)
-            self.finish_rollout(signalled)
+    def update(self, batch: Rows) -> Metrics:
+        """Dispatch a training step of the policy and one of the critic, and return their metrics."""
+        metrics = super().update({name: batch[name] for name in abstract_batch(self.config)})
+        values = self.critic.take_step(batch)
+        metrics |= {"value_loss": values["loss"], "value_grad_norm": values["grad_norm"]}
+        # The run ends if either has diverged.
+        skipped = jnp.maximum(metrics["skipped_in_row"], values["skipped_in_row"])
+        return metrics | {"skipped_in_row": skipped}
 
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """The columns of ``policy_loss`` and ``value_loss``, and "rewards" after the KL penalty.
-
-        ``rewards`` has one number per row, NaN for a row without a reward.
-        """
+        """The columns of ``policy_loss`` and ``value_loss``, and "rewards" after the KL penalty."""
         settings, rows = self.config.posttrain, self.with_log_probs(rollout, rewards)
         rows["old_values"] = self.critic.values(rows)
         rows["rewards"] = token_rewards(rollout.rewards_per_token(rewards), rows, settings.kl)
@@ -65,8 +51,8 @@ class PPOTrainer(PostTrainer):
             rows["advantages"] *= rows["importance"]
         return rows
 
-    def measure_returns(self, rewards: np.ndarray, rows: Rows) -> Metrics:
-        """PPO's own metrics: scores, rewards, divergence, and the explained variance of the returns."""
+    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Metrics:
+        """The metrics of a rollout: also scores, rewards, divergence, and the returns' explained variance."""
         mask, there = rows["mask"], np.isfinite(rewards)
         _, unexplained = moments_over_processes(rows["returns"] - rows["old_values"], mask)
         _, variance = moments_over_processes(rows["returns"], mask)
@@ -75,4 +61,5 @@ class PPOTrainer(PostTrainer):
             means["kl"] = (rows["old_log_probs"] - rows["reference_log_probs"], mask)
         explained = 1 - unexplained / max(variance, 1e-12)
         found = mean_over_processes(means) | {"explained_variance": explained}
-        return {name: jnp.float32(x) for name, x in found.items() if x is not None}
+        own = {name: jnp.float32(x) for name, x in found.items() if x is not None}
+        return super().measure(rollout, rewards, rows) | own

@@ -1,6 +1,6 @@
 """DPO, IPO and reward models: steps on pairs of a preferred and a rejected response.
 
-The methods differ in their losses (``zerojax.posttrain.loss.preference``). DPO and IPO have a reference.
+The methods differ in their losses (``zerojax.posttrain.loss.objectives``). DPO and IPO have a reference.
 """
 
 import functools
@@ -18,7 +18,7 @@ from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.data.pairs import PairRows, Pairs, chosen_items
-from zerojax.posttrain.loss.preference import answer_log_probs, preference_loss
+from zerojax.posttrain.loss.objectives import answer_log_probs, preference_loss
 from zerojax.posttrain.processes import micro_batches
 from zerojax.posttrain.roles.memory import RoleMemory
 from zerojax.posttrain.roles.reference import Reference

@@ -18,7 +18,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.engines.rollouts import EngineRollouts, Pending
 from zerojax.posttrain.loss.advantages import importance_weights
-from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
+from zerojax.posttrain.loss.objectives import log_probs_of, policy_loss
 from zerojax.posttrain.processes import Rows, any_process, mean_over_processes, predict_rows
 from zerojax.posttrain.roles.critic import NAME, Critic
 from zerojax.posttrain.roles.memory import RoleMemory
@@ -42,14 +42,14 @@ from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, WeightReader, keep_for, start_run
 from zerojax.train.state import TrainState
-from zerojax.train.step import Metrics, predict_step
+from zerojax.train.step import Metrics, predict_step, train_step
 
 
 @dataclass(kw_only=True)
 class PostTrainer(OpenRun):
     """A run that learns from rewards for its own completions; a context manager.
 
-    Each method, such as GRPO, is a subclass. Its ``loop`` calls the methods of this class in order.
+    Each method, such as GRPO, is a subclass with advantages, and perhaps metrics and an update of its own.
 
     Attributes:
         task: the prompts and the scorer.
@@ -136,6 +136,28 @@ class PostTrainer(OpenRun):
         if self.engines is not None:
             self.engines.close()
         self.task.scorer.close()
+
+    def loop(self, signalled: StopRequest) -> None:
+        """Rollout, score, advantages, update and log, until the last step."""
+        self.evaluate_first_weights()
+        while self.step < self.config.train.steps:
+            rollout = self.rollout(signalled)
+            rewards = self.score(rollout, signalled)
+            rows = self.with_advantages(rollout, rewards)
+            self.write_samples(rollout, rewards)
+            measured = self.measure(rollout, rewards, rows)
+            for batch in self.minibatches(rows):
+                self.log_step(self.update(batch) | measured)
+            self.finish_rollout(signalled)
+
+    def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
+        """The columns of the losses, from one reward per row (NaN for a row without a reward)."""
+        raise NotImplementedError
+
+    def update(self, batch: Rows) -> Metrics:
+        """Dispatch a training step, and return its metrics."""
+        self.state, metrics = train_step(self.state, batch)
+        return metrics
 
     def evaluate_first_weights(self) -> None:
         """Evaluate the first weights, if there are held-out prompts."""

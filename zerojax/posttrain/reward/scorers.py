@@ -15,7 +15,7 @@ from jaxtyping import Float32
 from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.data.prompts import Prompt
-from zerojax.posttrain.loss.policy import completion_scores
+from zerojax.posttrain.loss.objectives import completion_scores
 from zerojax.posttrain.processes import predict_rows
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.reward.process import LostReward

@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from zerojax.errors import ConfigurationError
 from zerojax.models import describe_parameters
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.posttrain.loss.policy import value_loss, values_of
+from zerojax.posttrain.loss.objectives import value_loss, values_of
 from zerojax.posttrain.processes import Rows, predict_rows
 from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.settings import abstract_columns

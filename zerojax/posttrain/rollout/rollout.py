@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from zerojax.posttrain.data.prompts import Prompt
-from zerojax.posttrain.processes import Rows, mean_over_processes
+from zerojax.posttrain.processes import Rows
 from zerojax.posttrain.rollout.turns import Row
 from zerojax.run.data.split import evenly_spread
 from zerojax.run.data.tokenizer import Tokenizer
@@ -89,18 +89,6 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
         order = np.random.default_rng((*seed, epoch)).permutation(total)
         for first in range(0, total, size):
             yield {name: x[order[first : first + size]] for name, x in rows.items()}
-
-
-def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
-    """The share of all processes' groups in which completions differ in reward.
-
-    ``rewards`` are this process's, one per row, group by group; NaN for a row without a reward.
-    """
-    groups = rewards.reshape(-1, group_size)
-    differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
-    share = mean_over_processes({"mixed_groups": (differ, np.ones_like(differ))})["mixed_groups"]
-    assert share is not None
-    return share
 
 
 def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:

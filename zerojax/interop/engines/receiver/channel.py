@@ -66,19 +66,13 @@ class Channel:
         sock.sendall(_proof(token, b"receiver", ours, theirs))
         return Channel(sock, _proof(token, b"key", ours, theirs), (b"receiver", b"sender"))
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
-        self._send(_MESSAGE, json.dumps(message).encode())
-
-    def send_patch(self, patch: Patch) -> None:
-        """Send a patch."""
-        self._send(_PATCH, patch.header(), patch.body)
-
-    def send_blob(self, data: bytes) -> None:
-        """Send bytes."""
-        self._send(_BLOB, data)
-
-    def _send(self, kind: int, *parts: bytes | memoryview) -> None:
+    def send(self, content: "dict[str, Any] | Patch | bytes") -> None:
+        """Send a message, a patch or bytes."""
+        if isinstance(content, Patch):
+            kind, parts = _PATCH, [content.header(), content.body]
+        else:
+            kind = _MESSAGE if isinstance(content, dict) else _BLOB
+            parts = [json.dumps(content).encode() if isinstance(content, dict) else content]
         tag = _tag(self._keys[0], self._sent, kind, *parts)
         self._sent += 1
         self._socket.sendall(_FRAME.pack(sum(map(len, parts)), kind) + tag)

@@ -41,7 +41,8 @@ class Receiver:
                 f"{host} can be reached by others, so a token is needed: set the job's token in {TOKEN}"
             )
         self._mirror, self._token = mirror, token
-        self._listening = socket.create_server((host, port), family=_family(host), backlog=256)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, port), family=family, backlog=256)
         self.port: int = self._listening.getsockname()[1]
         self._pending = threading.Semaphore(_PENDING)
         self._open: set[socket.socket] = set()
@@ -110,10 +111,6 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 class Feed:
     """Keeps one receiver at the newest version of a source, over several TCP flows.
 
@@ -173,7 +170,7 @@ class Feed:
             digest = hashlib.sha256(manifest).hexdigest()
             response = channel.ask({"session": session, "manifest": digest, "pieces": share})
             if "needs" in response:
-                channel.send_blob(manifest)
+                channel.send(manifest)
                 response = channel.response()
             self._errors[index] = None
             self._keep_up(index, channel, session, dict(zip(share, response["versions"], strict=True)))
@@ -188,7 +185,7 @@ class Feed:
                 try:
                     for piece in versions:
                         for patch in self._source.patches(piece, versions[piece]):
-                            channel.send_patch(patch)
+                            channel.send(patch)
                             versions[piece] = patch.version
                 except OSError:
                     channel.response()  # raises the receiver's reason, if there is one

@@ -222,7 +222,9 @@ class DeviceReplica(Replica):
                 self._tensors[one.tensor][one.at.long()] = one.values
             for number, values in self._wholes.items():
                 assert self.manifest is not None
-                self._write_whole(self.manifest.pieces[number], values)
+                values = values.to(self._tensors[0].device)
+                for strip, own, block in self.manifest.pieces[number].blocks(values):  # pyright: ignore[reportArgumentType]
+                    _view(strip, self._tensors)[own] = block
             self._wait()
         with self._changed:
             self._changes, self._wholes, self._staged = [], {}, {}
@@ -240,11 +242,6 @@ class DeviceReplica(Replica):
         for strip, own, block in piece.blocks(values):  # pyright: ignore[reportArgumentType]
             block[:] = _view(strip, self._tensors)[own]
         return values
-
-    def _write_whole(self, piece: Piece, values: torch.Tensor) -> None:
-        values = values.to(self._tensors[0].device)
-        for strip, own, block in piece.blocks(values):  # pyright: ignore[reportArgumentType]
-            _view(strip, self._tensors)[own] = block
 
 
 def _view(strip: Strip, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

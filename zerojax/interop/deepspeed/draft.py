@@ -1,4 +1,4 @@
-"""Reads a config without losing a key: keys that were never read are listed at the end."""
+"""A draft of a translation that loses no key: keys that were never read are listed at the end."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,18 +12,24 @@ AUTO = "auto"
 FILLED_IN = "Hugging Face's Trainer would fill it in"
 
 
-class Reader:
-    """Nested JSON whose leaves are marked as they are read.
+class Draft:
+    """A translation in progress: nested JSON whose leaves are marked as they are read, and the settings.
 
     Attributes:
+        sections: the settings so far: section -> key -> value.
+        differs: a line for each translated key whose meaning differs in a detail.
         remarks: lines on choices that the config leaves open.
+        origins: pairs of a setting, "section.key", and the path of its key in the config.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data
         self._left = dict(_leaves(data))
         self._notes: dict[str, str] = {}
+        self.sections: dict[str, dict[str, Any]] = {}
+        self.differs: list[str] = []
         self.remarks: list[str] = []
+        self.origins: list[tuple[str, str]] = []
 
     def take(self, path: str, kind: type | tuple[type, ...], default: Any = None, *, auto: Any = None) -> Any:
         """Read a value and mark it as read.
@@ -54,6 +60,23 @@ class Reader:
     def quote(self, path: str) -> str:
         """A key with its value, for a message."""
         return f"{path} = {short(self._look_up(path))}"
+
+    def set(self, section: str, **values: Any) -> None:
+        """Add settings."""
+        self.sections.setdefault(section, {}).update(values)
+
+    def adopt(self, name: str, path: str, kind: type, default: Any = None) -> Any:
+        """Copy a key, or DeepSpeed's default, to a setting "section.key"; a default of None sets nothing.
+
+        Returns:
+            The value that was set; None if nothing was set, as for "auto".
+        """
+        self.origins.append((name, path))
+        value = self.take(path, kind, default)
+        if value is not None:
+            section, key = name.split(".")
+            self.set(section, **{key: value})
+        return value
 
     def given(self, path: str) -> bool:
         """Whether a key has a value other than "auto" and null."""
