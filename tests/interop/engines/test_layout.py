@@ -6,7 +6,7 @@ from hf_models import FIXTURES, run_config
 
 from zerojax.interop.engines.layout import strip_of
 from zerojax.interop.huggingface import ModelFolder
-from zerojax.interop.huggingface.mapping import layers_of, place_of, tensors_at
+from zerojax.interop.huggingface.mapping import layers_of, place_at, tensors_at
 from zerojax.run.build import abstract_model
 
 # Transposed, fused, interleaved, stacked and convolutional tensors, and experts.
@@ -20,7 +20,7 @@ def test_strips_are_the_tensors_of_an_export(name):
     for leaf in abstract_model(run_config(source.model, "zero3")).spec.weights:
         weight = np.arange(leaf.size).reshape(leaf.shape)
         layer = layers_of(leaf)[-1]
-        for tensor in tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts):
+        for tensor in tensors_at(place_at(leaf.path, layer, parts.order), leaf.shape, parts):
             exported = np.full(tensor.shape, -1)
             exported[tensor.region()] = tensor.of(weight)
             strip = strip_of(tensor, 0)

@@ -29,7 +29,7 @@ from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,
     layers_of,
-    place_of,
+    place_at,
     tensors_at,
     tensors_of_state,
 )
@@ -197,7 +197,7 @@ def _stored(state: TrainState, parts: TensorParts) -> Iterator[_Stored]:
     arrays = arrays_of(state)
     for leaf in spec.weights:
         layers = [
-            list(tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts))
+            list(tensors_at(place_at(leaf.path, layer, parts.order), leaf.shape, parts))
             for layer in layers_of(leaf)
         ]
         width = leaf.shape[-1] if leaf.shape else 1

@@ -160,10 +160,10 @@ class Publisher:
         """Why receivers are not connected, by address."""
         return {feed.address: feed.error for feed in self._feeds if feed.error is not None}
 
-    def wait(self, version: int, seconds: float) -> bool:
-        """Wait until all receivers serve a version or a newer one. Returns False after ``seconds``."""
+    def wait(self, version: int, seconds: float, receiver: str | None = None) -> bool:
+        """Wait until a receiver, or each, serves a version or a newer one; False after ``seconds``."""
         limit = time.monotonic() + seconds
-        while any(serving < version for serving in self.serving.values()):
+        while any(x < version for address, x in self.serving.items() if receiver in (None, address)):
             if time.monotonic() > limit:
                 return False
             time.sleep(0.005)

@@ -12,7 +12,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import peft_experts
 from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
 from zerojax.interop.huggingface.families import Family, describe_model, family_named, fitting, read_model
-from zerojax.interop.huggingface.mapping import layers_of, place_of
+from zerojax.interop.huggingface.mapping import layers_of, place_at
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
     WEIGHTS,
@@ -218,9 +218,9 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
             new |= {part.path: x for part, x in zip(pair, (a, b), strict=True)}
             for layer in layers_of(leaf):
                 at = () if layer is None else (layer,)
-                factors = found.factors.get(place_of(leaf, layer, _order(spec)), [])
+                factors = found.factors.get(place_at(leaf.path, layer, _order(spec)), [])
                 _fill(spec, leaf, a[at], b[at], factors)
-        if any(place_of(leaf, layer, _order(spec)) in found.given for layer in layers_of(leaf)):
+        if any(place_at(leaf.path, layer, _order(spec)) in found.given for layer in layers_of(leaf)):
             new[leaf.path] = _with_given(state, leaf, found)
     placed: dict[param_tree.Path, jax.Array] = {}
     for leaf in spec.leaves:
@@ -271,7 +271,7 @@ def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
     return spec.once(
         "weights by place",
         lambda: {
-            place_of(leaf, layer, _order(spec)): (leaf, layer)
+            place_at(leaf.path, layer, _order(spec)): (leaf, layer)
             for leaf in spec.weights
             for layer in layers_of(leaf)
         },
@@ -391,7 +391,7 @@ def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Flo
     layers = []
     for layer in layers_of(leaf):
         values = np.array(gather_layer(state.spec, leaf, stored, layer))
-        for part, own, added in found.given.get(place_of(leaf, layer, _order(state.spec)), []):
+        for part, own, added in found.given.get(place_at(leaf.path, layer, _order(state.spec)), []):
             columns = part.among(values)
             columns[...] = own + columns * added
         layers.append(values)

@@ -151,9 +151,8 @@ def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> 
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
     family, layers = source.family, source.model.layers
     carried = {name: spec for name, spec in files.specs.items() if family.carries(name, layers)}
-    read = files.specs.keys() - carried.keys()
-    dtypes = {name: files.specs[name].dtype for name in files.specs if name in read}
-    dtypes = {name: dtype for name, dtype in dtypes.items() if not is_left_out(name)}
+    read = {name: spec for name, spec in files.specs.items() if name not in carried and not is_left_out(name)}
+    dtypes = {name: spec.dtype for name, spec in read.items()}
     (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")
     if source.tokenizer is not None:
         folder.tokenizer.parent.mkdir(exist_ok=True)

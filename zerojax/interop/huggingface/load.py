@@ -14,7 +14,7 @@ from zerojax.interop.huggingface.families import Family, is_left_out, read_model
 from zerojax.interop.huggingface.mapping import (
     TensorParts,
     layers_of,
-    place_of,
+    place_at,
     tensors_at,
     tensors_of,
     tensors_of_state,
@@ -92,7 +92,9 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
     files = open_files(folder)
     parts = family.parts(model, files.specs)
     own = _model_weights(train_spec, new)
-    places = ((leaf.name, place_of(leaf, layer, parts.order)) for leaf in own for layer in layers_of(leaf))
+    places = (
+        (leaf.name, place_at(leaf.path, layer, parts.order)) for leaf in own for layer in layers_of(leaf)
+    )
     if lacking := [name for name, place in places if not parts.at(place)]:
         raise ConfigurationError(
             f"the model in {folder} has no {lacking[0]!r}, which the state has. Create the state for this "
@@ -199,7 +201,7 @@ def _elements(
     width = leaf.shape[-1]
     first, last = start // width, -(-stop // width)
     rows = np.empty((last - first, width), np.float32)
-    for tensor in tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts):
+    for tensor in tensors_at(place_at(leaf.path, layer, parts.order), leaf.shape, parts):
         own = slice(max(first, tensor.inputs.start), min(last, tensor.inputs.stop))
         if tensor.name not in files.specs or own.stop <= own.start:
             continue

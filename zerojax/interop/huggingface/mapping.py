@@ -248,8 +248,13 @@ class Names:
 
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
         """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
-        table, head = f"{prefix}{self.embed}.weight", f"{self.head}.weight"
-        found = _embeddings(table, head, tied=model.tied) | _norm("norm", prefix + self.norm)
+        table = TensorPart(f"{prefix}{self.embed}.weight")
+        head = TensorPart(f"{self.head}.weight", required=not model.tied)
+        found = _norm("norm", prefix + self.norm)
+        if model.tied:  # they are one leaf
+            found["embed/embedding"] = table, head
+        else:
+            found |= {"embed/embedding": (table,), "head/embedding": (head,)}
         found["head/bias"] = (TensorPart(f"{self.head}.bias"),)
         if self.position is not None:
             found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
@@ -265,19 +270,14 @@ class Names:
                 found |= _norm(f"block/{ours}", prefix + theirs)
                 continue
             for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
-                found[f"block/{ours}/{leaf}"] = _columns(model, prefix, theirs, kind, turned)
+                if isinstance(theirs, str):
+                    parts = (TensorPart(f"{prefix}{theirs}.{kind}", transposed=turned),)
+                else:
+                    parts = tuple(theirs.parts(model, prefix, f".{kind}", transposed=turned))
+                found[f"block/{ours}/{leaf}"] = parts
         for ours, tensor in self.bare.items():
             found[f"block/{ours}"] = tuple(tensor.parts(model, prefix))
         return found
-
-
-def _columns(
-    model: GPTConfig, block: str, module: Module, kind: str, transposed: bool
-) -> tuple[TensorPart, ...]:
-    """The tensors of a kernel or bias."""
-    if isinstance(module, str):
-        return (TensorPart(f"{block}{module}.{kind}", transposed=transposed),)
-    return tuple(module.parts(model, block, f".{kind}", transposed=transposed))
 
 
 def _norm(ours: str, theirs: str) -> dict[str, tuple[TensorPart, ...]]:
@@ -285,14 +285,6 @@ def _norm(ours: str, theirs: str) -> dict[str, tuple[TensorPart, ...]]:
         f"{ours}/scale": (TensorPart(f"{theirs}.weight"),),
         f"{ours}/bias": (TensorPart(f"{theirs}.bias"),),
     }
-
-
-def _embeddings(name: str, projection: str, *, tied: bool) -> dict[str, tuple[TensorPart, ...]]:
-    """The token embedding and the output projection, which are one leaf if tied."""
-    table, head = TensorPart(name), TensorPart(projection, required=not tied)
-    if tied:
-        return {"embed/embedding": (table, head)}
-    return {"embed/embedding": (table,), "head/embedding": (head,)}
 
 
 @dataclass(frozen=True)
@@ -393,7 +385,7 @@ def layers_of(leaf: ParamLayout) -> Sequence[int | None]:
 def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor of a leaf, layer by layer."""
     for layer in layers_of(leaf):
-        yield from tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts)
+        yield from tensors_at(place_at(leaf.path, layer, parts.order), leaf.shape, parts)
 
 
 def tensors_of_state(
@@ -418,13 +410,11 @@ def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tenso
         yield Tensor(part.name.format(layer=place[1]), place, shape, part)
 
 
-def place_of(leaf: ParamLayout, layer: int | None, order: Sequence[int]) -> Place:
-    """The place of a leaf, or of one layer of a stacked leaf; ``order`` is ``GPTConfig.order``."""
-    return place_at(leaf.path, layer, order)
-
-
 def place_at(path: Path, layer: int | None, order: Sequence[int]) -> Place:
-    """The place of a path's weight; ``layer`` is the index in its stack, None if it is not stacked."""
+    """The place of a path's weight; ``layer`` is the index in its stack, None if it is not stacked.
+
+    ``order`` is ``GPTConfig.order``.
+    """
     first, *rest = path
     if first != "blocks":
         return "/".join(path), layer

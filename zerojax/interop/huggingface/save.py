@@ -15,7 +15,7 @@ from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,
     layers_of,
-    place_of,
+    place_at,
     tensors_at,
     tensors_of,
     tensors_of_state,
@@ -76,7 +76,7 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
             if factors:
                 assert spec.lora is not None
                 whole = merged(whole, factors[0], factors[1], spec.lora, leaf.name)
-            for tensor in tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts):
+            for tensor in tensors_at(place_at(leaf.path, layer, parts.order), leaf.shape, parts):
                 yield tensor, tensor.of(whole)
     for name, layer, tensor in tensors_of_state(state.model_state, parts):
         yield tensor, np.asarray(state.model_state[name])[() if layer is None else layer]

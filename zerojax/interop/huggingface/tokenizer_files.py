@@ -140,11 +140,10 @@ def _added_tokens(
 
 def _bytes_as_bpe() -> tokenizers.Tokenizer:
     """``ByteTokenizer`` as a tokenizer.json; byte 0, which never occurs in text, ends a text."""
-    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # mapped to themselves
-    others = [byte for byte in range(256) if byte not in printable]
-    of_byte = {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    assert sorted(of_byte.values()) == characters
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    # A printable byte is its own character. The other bytes have the characters behind these.
+    order = sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte))
+    of_byte = dict(zip(order, alphabet, strict=True))
     vocabulary = {of_byte[byte]: byte for byte in range(1, 256)} | {END_OF_TEXT: 0}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 
 _KEPT = 2  # versions on disk: an engine may still read the last one
-_LOOK_SECONDS = 0.01
 
 
 class Weights(NamedTuple):
@@ -107,13 +105,12 @@ class SentWeights(EngineWeights):
     @override
     def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
         assert self._publisher is not None
-        limit, receiver = time.monotonic() + seconds, self._config.posttrain.engine_receivers[engine]
-        while (serving := self._publisher.serving[receiver]) < weights.step:
-            if time.monotonic() > limit:
-                why = self._publisher.errors.get(receiver, "it has not arrived")
-                return f"the receiver {receiver} has version {serving} instead of {weights.step}: {why}"
-            time.sleep(_LOOK_SECONDS)
-        return ""
+        receiver = self._config.posttrain.engine_receivers[engine]
+        if self._publisher.wait(weights.step, seconds, receiver):
+            return ""
+        serving = self._publisher.serving[receiver]
+        why = self._publisher.errors.get(receiver, "it has not arrived")
+        return f"the receiver {receiver} has version {serving} instead of {weights.step}: {why}"
 
     @override
     def close(self) -> None:
