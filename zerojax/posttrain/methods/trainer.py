@@ -49,7 +49,7 @@ from zerojax.train.step import Metrics, predict_step, train_step
 class PostTrainer(OpenRun):
     """A run that learns from rewards for its own completions; a context manager.
 
-    Each method, such as GRPO, is a subclass with advantages, and perhaps metrics and an update of its own.
+    Each method, such as GRPO, is a subclass, which computes advantages. It may add metrics and other updates.
 
     Attributes:
         task: the prompts and the scorer.
