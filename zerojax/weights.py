@@ -38,6 +38,7 @@ the arrays of a train state: global arrays of all layers, their shapes or their 
 """
 
 import dataclasses
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -48,15 +49,13 @@ from jaxtyping import Array, Float, Num
 
 from zerojax.comm.coalesced import gather_together
 from zerojax.matmul.operand import Fp8Operand
-from zerojax.sharding.layers import Place
+from zerojax.sharding.layers import Place, layer_at
 from zerojax.sharding.layout import ParamLayout, unflatten
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.strategy import LEVELS, Level
 from zerojax.sharding.wire_format import Codec
 
-_NODE_SCOPE = {False: "gather_node", True: "gather_delta"}
-"""The name scope of the hop between nodes, without and with delta."""
 Payload = Num[Array, " m"]
 """One encoded weight of one layer."""
 
@@ -76,6 +75,7 @@ class Weight:
             encoding. None for all others.
         gradient: at "full", beside fp8 codes: zeros that nothing reads, whose cotangent is the weight's
             gradient. Codes are integers and have no cotangent.
+        replica: at "primary", with delta: the node's replica, if the hop between nodes refreshes it.
     """
 
     values: Any
@@ -84,6 +84,7 @@ class Weight:
     scale: Any = None
     is_encoded: bool = field(default=False, kw_only=True, metadata={"static": True})
     gradient: Any = None
+    replica: Any = None
 
     def reaches(self, level: Level) -> bool:
         """Whether the weight is at a level or beyond it, or has no hop to it."""
@@ -99,8 +100,15 @@ class Weight:
     def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
         """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
         level = level or self.level
-        is_encoded = self.is_encoded and level == "primary"
-        return dataclasses.replace(self, values=values, level=level, gradient=gradient, is_encoded=is_encoded)
+        owned = level == "primary"
+        return dataclasses.replace(
+            self,
+            values=values,
+            level=level,
+            gradient=gradient,
+            is_encoded=self.is_encoded and owned,
+            replica=self.replica if owned else None,
+        )
 
     def scaled(self) -> Float[Array, "*layers owned"]:
         """The master values, multiplied by the scale if there is one."""
@@ -112,30 +120,32 @@ class Weight:
             return to_device(self.values)
         return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)
 
-    def sent(self, replica: Payload | None = None) -> Payload:
-        """The payload of the next hop; with delta's replica, the encoded difference from the owner's row."""
-        if self.is_encoded or replica is None or not self.crosses_nodes:
+    def sent(self) -> Payload:
+        """The payload of the next hop; with a replica, the encoded difference from the owner's row of it."""
+        if self.is_encoded or self.replica is None or not self.crosses_nodes:
             return self.encoded(self.layout.next_codec)
-        row = lax.dynamic_index_in_dim(self._as_numbers(replica), lax.axis_index(NODE))
+        row = lax.dynamic_index_in_dim(self._known(), lax.axis_index(NODE))
         return self.layout.weights.node.encode_delta(self.scaled()[None], row)[0]
 
     def arrived(self, payload: Payload) -> "Weight":
-        """The secondary partition from the shards of all nodes, re-encoded in the local hop's format."""
+        """The secondary partition in the local hop's format, from the payloads of all nodes.
+
+        With a replica it is the replica plus the differences.
+        """
         node, local = self.layout.weights.node, self.layout.weights.local
-        if node != local:
+        if node != local or self.replica is not None:
             rows = payload.reshape(self.layout.world.nodes, -1)
-            payload = local.encode(node.decode(rows, self.layout.shard, jnp.dtype(jnp.float32))).reshape(-1)
+            numbers = (
+                node.decode(rows, self.layout.shard, jnp.dtype(jnp.float32))
+                if self.replica is None
+                else node.decode_add(rows, self._known())
+            )
+            payload = local.encode(numbers).reshape(-1)
         return self.replace(payload, "secondary")
 
-    def arrived_difference(self, payload: Payload, replica: Payload) -> "Weight":
-        """The secondary partition: delta's replica plus the differences from all nodes."""
-        rows, weights = payload.reshape(self.layout.world.nodes, -1), self.layout.weights
-        added = weights.local.encode(weights.node.decode_add(rows, self._as_numbers(replica)))
-        return self.replace(added.reshape(-1), "secondary")
-
-    def _as_numbers(self, replica: Payload) -> Num[Array, "nodes shard"]:
-        """Rows of delta's replica as numbers that kernels can add to; fp8 codes are decoded."""
-        rows = replica.reshape(self.layout.world.nodes, -1)
+    def _known(self) -> Num[Array, "nodes shard"]:
+        """The rows of the replica as numbers that kernels can add to; fp8 codes are decoded."""
+        rows = self.replica.reshape(self.layout.world.nodes, -1)
         if not self.layout.fp8:
             return rows
         return self.layout.weights.local.decode(rows, self.layout.shard, jnp.dtype(jnp.bfloat16))
@@ -169,46 +179,54 @@ Payloads = tuple[Payload, ...]
 """One payload for each weight that crosses the hop, or delta's replica of each."""
 
 
-def encode(weights: Weights, replicas: Payloads | None = None) -> Payloads:
+def beside(weights: Weights, replicas: Payloads) -> Weights:
+    """The weights with delta's replicas. The trained weights that have replicas come first."""
+    held = zip(weights, replicas, strict=False)
+    return (*(dataclasses.replace(w, replica=x) for w, x in held), *weights[len(replicas) :])
+
+
+def _node_hop(weights: Weights) -> AbstractContextManager[object]:
+    """The name scope of the hop between nodes."""
+    delta = any(w.replica is not None for w in weights)
+    return jax.named_scope("gather_delta" if delta else "gather_node")
+
+
+def encode(weights: Weights) -> Payloads:
     """Encode the weights at "primary" for the node hop, with delta as differences from their replicas.
 
     On one node, which has no node hop, they are encoded in the local format.
     """
-    owned = tuple(w for w in weights if w.level == "primary" and not w.layout.in_every_node)
-    with jax.named_scope(_NODE_SCOPE[replicas is not None]):
-        return tuple(map(Weight.sent, owned, replicas or (None,) * len(owned)))
+    with _node_hop(weights):
+        return tuple(w.sent() for w in weights if w.level == "primary" and not w.layout.in_every_node)
 
 
-def cross_nodes(payloads: Payloads, *, delta: bool, separate_stream: bool = False) -> Payloads:
-    """All-gather encoded weights over ``node``. Each result holds the nodes' payloads one after another."""
-    with jax.named_scope(_NODE_SCOPE[delta]):
-        return tuple(
-            rows.reshape(-1) for rows in gather_together(payloads, NODE, separate_stream=separate_stream)
-        )
+def cross_nodes(weights: Weights, payloads: Payloads, *, separate_stream: bool = False) -> Payloads:
+    """All-gather encoded ``weights`` over ``node``: each result has the nodes' payloads one after another."""
+    with _node_hop(weights):
+        arrived = gather_together(payloads, NODE, separate_stream=separate_stream)
+        return tuple(rows.reshape(-1) for rows in arrived)
 
 
-def decode(weights: Weights, arrived: Payloads, replicas: Payloads | None = None) -> Weights:
+def decode(weights: Weights, arrived: Payloads) -> Weights:
     """The weights, with the ones at "primary" replaced by the secondary partitions that have arrived."""
-    payloads, before = iter(arrived), iter(replicas or ())
+    payloads = iter(arrived)
 
     def in_node(w: Weight) -> Weight:
         if w.level != "primary":
             return w
         payload = w.sent() if w.layout.in_every_node else next(payloads)
-        if not w.crosses_nodes:
-            return w.replace(payload, "secondary")
-        return w.arrived(payload) if replicas is None else w.arrived_difference(payload, next(before))
+        return w.arrived(payload) if w.crosses_nodes else w.replace(payload, "secondary")
 
-    with jax.named_scope(_NODE_SCOPE[replicas is not None]):
+    with _node_hop(weights):
         return tuple(map(in_node, weights))
 
 
-def to_secondary(weights: Weights, replicas: Payloads | None = None) -> Weights:
+def to_secondary(weights: Weights) -> Weights:
     """Bring the weights at "primary" to secondary partitions; the others stay as they are."""
-    payloads = encode(weights, replicas)
+    payloads = encode(weights)
     if any(w.crosses_nodes for w in weights):
-        payloads = cross_nodes(payloads, delta=replicas is not None)
-    return decode(weights, payloads, replicas)
+        payloads = cross_nodes(weights, payloads)
+    return decode(weights, payloads)
 
 
 @jax.named_scope("gather_exact")
@@ -235,15 +253,15 @@ def gradients_of(cotangents: Weights) -> tuple[Num[Array, "..."], ...]:
     return tuple(w.values if w.gradient is None else w.gradient for w in trained)
 
 
-Replicas = tuple[Payloads | None, ...]
-"""Delta's replicas of each kind of layers, stacked; None for kinds without replicas."""
+Replicas = tuple[Payloads, ...]
+"""Delta's replicas of each kind of layers, stacked."""
 
 
 class Fetching(NamedTuple):
     """The weights on their way, carried from one layer to the next.
 
     Attributes:
-        replicas: delta's replicas of all layers by kind, refreshed for the layers fetched so far; or None.
+        replicas: delta's replicas of all layers by kind, refreshed for the layers fetched so far.
         payloads: the encoded weights that cross the nodes next.
         arrived: the weights that have crossed and are not yet decoded.
     """
@@ -273,20 +291,20 @@ class WeightPrefetcher:
         """Compute the other fields."""
         vars(self).update(crosses=any(w.crosses_nodes for own in self.weights for w in own))
 
-    def start(self, first: Place, replicas: Replicas | None = None) -> tuple[Fetching, Weights]:
+    def start(self, first: Place) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.
 
         Delta's replicas of all layers are refreshed as their weights arrive.
         """
-        replicas = replicas or (None,) * len(self.weights)
+        replicas = tuple(tuple(w.replica for w in own if w.replica is not None) for own in self.weights)
         payloads, arrived = (), ()
         if self.crosses:
-            arrived = self._cross(self._encode(replicas, first), replicas, first)
+            arrived = self._cross(encode(self._layer(replicas, first)), first)
         replicas, secondary = self._receive(replicas, arrived, first)
         second = first.ahead(self.step)
         if self.crosses and first != second:
-            arrived = self._cross(self._encode(replicas, second), replicas, second)
-            payloads = self._encode(replicas, first.ahead(2 * self.step))
+            arrived = self._cross(encode(self._layer(replicas, second)), second)
+            payloads = encode(self._layer(replicas, first.ahead(2 * self.step)))
         return Fetching(replicas, payloads, arrived), secondary
 
     def advance(self, fetching: Fetching, place: Place, *, crossing: bool) -> tuple[Fetching, Weights]:
@@ -301,26 +319,24 @@ class WeightPrefetcher:
         replicas, payloads, arrived = fetching
         replicas, secondary = self._receive(replicas, arrived, place + self.step)
         if crossing:
-            arrived = self._cross(payloads, replicas, place.ahead(2 * self.step))
+            arrived = self._cross(payloads, place.ahead(2 * self.step))
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
-            payloads = self._encode(replicas, place.ahead(3 * self.step))
+            payloads = encode(self._layer(replicas, place.ahead(3 * self.step)))
         return Fetching(replicas, payloads, arrived), secondary
 
-    def _encode(self, replicas: Replicas, place: Place) -> Payloads:
-        return encode(place.of(self.weights), place.of(replicas))
+    def _layer(self, replicas: Replicas, place: Place) -> Weights:
+        """A layer's weights, with its replicas as they are now."""
+        return layer_at(beside(self.weights[place.kind], replicas[place.kind]), place.index)
 
-    def _cross(self, payloads: Payloads, replicas: Replicas, place: Place) -> Payloads:
-        return cross_nodes(
-            payloads, delta=replicas[place.kind] is not None, separate_stream=self.separate_stream
-        )
+    def _cross(self, payloads: Payloads, place: Place) -> Payloads:
+        return cross_nodes(self.weights[place.kind], payloads, separate_stream=self.separate_stream)
 
     def _receive(self, replicas: Replicas, arrived: Payloads, place: Place) -> tuple[Replicas, Weights]:
         """The replicas with this layer's refreshed, and this layer's secondary partitions."""
-        weights = place.of(self.weights)
+        weights = self._layer(replicas, place)
         if not self.crosses:
             return replicas, to_secondary(weights)
-        secondary = decode(weights, arrived, place.of(replicas))
-        if (own := replicas[place.kind]) is not None:
-            # The trained weights that have replicas come first.
+        secondary = decode(weights, arrived)
+        if own := replicas[place.kind]:
             replicas = place.put(replicas, tuple(w.values for w in secondary[: len(own)]))
         return replicas, secondary

@@ -76,7 +76,7 @@ class Adapter(ABC):
     Attributes:
         parameters: every floating-point parameter once, in the model's order.
         stacks: names of the units that are a ``Stack``.
-        updating: names of the units that refresh delta's replica when called (``Sharded.replica``).
+        updating: names of the units that refresh delta's replica when called (``Weight.replica``).
         orders: the kind of each layer of every ``Stack``, by its path.
         abstract_model_state: shapes and dtypes of the non-parameter state, by name.
         counts: names of the state that counts the tokens of a step (``zerojax.adapters.roles``).

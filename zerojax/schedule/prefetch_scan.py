@@ -67,8 +67,7 @@ from zerojax.schedule.unit import (
 from zerojax.sharding.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
 from zerojax.sharding.memory import in_host, to_host
 from zerojax.sharding.param_tree import Path
-from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.weights import Fetching, Replicas, Weight, WeightPrefetcher, Weights, to_full
+from zerojax.weights import Fetching, Weight, WeightPrefetcher, Weights, to_full
 
 
 class _Results(NamedTuple):
@@ -109,8 +108,7 @@ class ScannedOnce(NamedTuple):
 
     Attributes:
         state: the new state, stacked.
-        replicas: by path, stacked, the weights that have a ``replica``, with the refreshed replicas as
-            values.
+        replicas: by path, stacked, the weights that had a replica, with the refreshed replicas as values.
         probe: for a stack that is updated.
     """
 
@@ -285,7 +283,7 @@ class _ForwardCarry(NamedTuple):
 def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Results, Kept]:
     """Run every layer in order, gathering each while those before it compute."""
     units, x, state, shared = args
-    weights, replicas = tuple(unit.weights for unit in units), tuple(unit.replicas for unit in units)
+    weights = tuple(unit.weights for unit in units)
     strategy, last = units[0].strategy, order.last
     prefetcher = WeightPrefetcher(weights, step=1, separate_stream=strategy.separate_stream)
     looped = max(last - 1, 0) if prefetcher.crosses else last
@@ -295,10 +293,10 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         return cut_large(residual, share) if share else residual
 
     def kept_of(secondary: Weights, kind: int) -> Weights:
-        if replicas[kind] is not None:
-            return ()
         each = zip(weights[kind], secondary, strict=True)
-        return tuple(gathered for own, gathered in each if not own.reaches(strategy.keep))
+        return tuple(
+            gathered for own, gathered in each if own.replica is None and not own.reaches(strategy.keep)
+        )
 
     def layer(carry: _ForwardCarry, place: Place) -> _ForwardCarry:
         kind, after = place.kind, (place + 1).kind
@@ -325,14 +323,12 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         return empty_layers(new, count), residuals, empty_layers(kept, rows)
 
     first = Place(order, 0)
-    fetching, secondary = prefetcher.start(first, replicas)
+    fetching, secondary = prefetcher.start(first)
     whole = to_full(secondary)
     stacks = [empty(first, secondary, whole)]
     for kind in range(1, len(units)):
         place = order.of_kind(kind)
-        stacks.append(
-            empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, replicas, strategy, place)))
-        )
+        stacks.append(empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, place))))
     carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
     carry = over_layers(layer, carry, order, range(last), range(order.first_periodic, looped), order.period)
     place = Place(order, last)
@@ -341,18 +337,16 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     states = place.put(states, new)
     fresh = carry.fetching.replicas  # of the trained weights that cross nodes, which come first
     refreshed = tuple(
-        tuple(w.replace(copy, "secondary") for w, copy in zip(own, new or (), strict=False))
+        tuple(w.replace(copy, "secondary") for w, copy in zip(own, new, strict=False))
         for own, new in zip(weights, fresh, strict=True)
     )
     probes = tuple([] if unit.update is None else [probe()] for unit in units)
     return _Results(x, states, refreshed, probes), Kept(order, residuals, kept, residual, carry.whole)
 
 
-def _fetched(
-    prefetcher: WeightPrefetcher, replicas: Replicas, strategy: ShardingStrategy, place: Place
-) -> tuple[Weights, Weights]:
+def _fetched(prefetcher: WeightPrefetcher, place: Place) -> tuple[Weights, Weights]:
     """A layer's secondary partitions and whole weights."""
-    secondary = prefetcher.start(place, replicas)[1]
+    secondary = prefetcher.start(place)[1]
     return secondary, to_full(secondary)
 
 
@@ -393,7 +387,7 @@ def _with_derivatives_of[T: PyTree[Array]](
 def _after_update(args: ScanArgs, refreshed: tuple[Weights, ...]) -> ScanArgs:
     """The arguments of a scan over the weights as the forward pass has left them."""
     units = tuple(
-        replace(unit, weights=(*new, *unit.weights[len(new) :]), replicas=None)
+        replace(unit, weights=(*new, *unit.weights[len(new) :]))
         for unit, new in zip(args.units, refreshed, strict=True)
     )
     return args._replace(units=units)

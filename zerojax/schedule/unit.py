@@ -37,7 +37,7 @@ from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.weights import Payloads, Weight, Weights, gradients_of, to_full, to_secondary
+from zerojax.weights import Weight, Weights, gradients_of, to_full, to_secondary
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, or its results."""
@@ -62,8 +62,6 @@ class Sharded:
         sink: zeros at ``ShardingStrategy.grad_level``, whose cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the parameter is stacked.
         strategy: how it travels.
-        replica: delta's replica of a weight at "primary", if the unit refreshes it itself; ``updated`` takes
-            the new one.
         adapter: A and B of its low-rank adapter, if it has one.
         lora: the adapter's settings.
         update: how the backward pass of its stack updates it, if its sink is a ``LayerState``.
@@ -74,7 +72,6 @@ class Sharded:
     sink: Num[Array, "..."] | LayerState | None
     seed: Seed
     strategy: ShardingStrategy = field(metadata={"static": True})
-    replica: Num[Array, "..."] | None = None
     adapter: tuple["Sharded", ...] = ()
     lora: LoRA | None = field(default=None, metadata={"static": True})
     update: LayerUpdate | None = None
@@ -88,9 +85,7 @@ class Sharded:
     def updated(self, replicas: Mapping[Path, Weight]) -> "Sharded":
         """The parameter and its adapter with refreshed replicas as their weights."""
         adapter = tuple(part.updated(replicas) for part in self.adapter)
-        if self.replica is None:
-            return replace(self, adapter=adapter)
-        return replace(self, weight=replicas[self.leaf.path], replica=None, adapter=adapter)
+        return replace(self, weight=replicas.get(self.leaf.path, self.weight), adapter=adapter)
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call, where the whole weight does not exist."""
@@ -245,8 +240,6 @@ class Unit:
             weights. Each is at its own level.
         sinks: zeros whose cotangents are the gradients of the trained weights.
         seed: salts stochastic rounding; one per layer, if the unit is stacked.
-        replicas: delta's replicas of the first trained weights, if the unit refreshes them itself; otherwise
-            None.
         update: how the backward pass updates the trained weights, whose sinks are then ``LayerState``s; or
             None.
         strategy: how weights and gradients travel.
@@ -255,21 +248,19 @@ class Unit:
     weights: Weights
     sinks: Sinks
     seed: Seed
-    replicas: Payloads | None
     update: LayerUpdate | None
     strategy: ShardingStrategy = field(metadata={"static": True})
 
     def cotangent(self, sinks: Sinks) -> "Unit":
         """The cotangent of the unit, in which only the sinks have values."""
         none: PyTree[Array] = None
-        return replace(self, weights=none, sinks=sinks, seed=none, replicas=None, update=none)
+        return replace(self, weights=none, sinks=sinks, seed=none, update=none)
 
 
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     """The parameters of a unit as a ``Unit``, and the seeds of its adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     ordered = sorted(every, key=lambda part: (part.leaf.frozen, part.leaf.in_every_node))
-    replicas = tuple(part.replica for part in ordered if part.replica is not None)
     seed = weights[0].seed
     seeds = read_by_unit(seed)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):
@@ -277,7 +268,7 @@ def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     trained = tuple(part.sink for part in ordered if part.sink is not None)
     held = tuple(part.weight for part in ordered)
     update = next((part.update for part in ordered if part.update is not None), None)
-    return Unit(held, trained, seed, replicas or None, update, weights[0].strategy), seeds
+    return Unit(held, trained, seed, update, weights[0].strategy), seeds
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -119,7 +119,7 @@ class FragmentHops:
 
     def send(self, pieces: Pieces, report: Float32[Array, " columns"]) -> Sent:
         """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
-        changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
+        changes = encode(self._weights(pieces.changed, pieces.known)) if self._changes_later else ()
         if self._nodes == 1:
             own = dict(enumerate((*pieces.outer_grads, *changes, report[None])))
             return Sent(Arrived(own, (), ()), pieces.residual)
@@ -149,13 +149,13 @@ class FragmentHops:
                 momentum = tuple(decay * m + g for m, g in zip(momentum, mean, strict=True))
                 direction = tuple(g + decay * m for g, m in zip(mean, momentum, strict=True))
             params = tuple(x - rate * g for x, g in zip(pieces.params, direction, strict=True))
-        changed = pieces.changed
+        weights = self._weights(pieces.changed if self._changes_later else params, pieces.known)
         changes = tuple(x.reshape(-1) for x in arrived[len(self._fragments) :])
         if not self._changes_later:
-            changed, changes = params, self._encoded(params, pieces.known)
+            changes = encode(weights)
             if self._nodes > 1:
-                changes = cross_nodes(changes, delta=True, separate_stream=True)
-        known = tuple(w.values for w in decode(self._weights(changed), changes, pieces.known))
+                changes = cross_nodes(weights, changes, separate_stream=True)
+        known = tuple(w.values for w in decode(weights, changes))
         residual = self._without_padding(sent.residual, (LOCAL,))
         return pieces._replace(params=params, momentum=momentum, known=known, residual=residual), reports
 
@@ -196,11 +196,10 @@ class FragmentHops:
         """The fragment that was the current one ``steps_ago`` steps ago."""
         return (self._step - steps_ago) % self._zero.every
 
-    def _encoded(self, params: Values, known: Values) -> Values:
-        return encode(self._weights(params), known)
-
-    def _weights(self, params: Values) -> Weights:
-        return tuple(Weight(x, layout, "primary") for x, layout in zip(params, self._layouts, strict=True))
+    def _weights(self, params: Values, known: Values) -> Weights:
+        """Outer weights as their owners send them: by their differences from the known ones."""
+        each = zip(params, self._layouts, known, strict=True)
+        return tuple(Weight(x, layout, "primary", replica=own) for x, layout, own in each)
 
     def _without_padding(self, pieces: Values, axes: tuple[str, ...]) -> Values:
         """The current fragment with zeros in the padding; empty for no pieces."""

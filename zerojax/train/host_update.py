@@ -253,7 +253,9 @@ def encoded_layer(masters: ByPath, replicas: ByPath) -> ByPath:
     scaled, replicas = with_scales(flat, replicas)
     before = {path: copy.values for path, copy in replicas.items()}
     return {
-        path: dataclasses.replace(w, values=w.sent(before.get(path)), is_encoded=True)
+        path: dataclasses.replace(
+            w, values=dataclasses.replace(w, replica=before.get(path)).sent(), is_encoded=True
+        )
         for path, w in scaled.items()
     }
 

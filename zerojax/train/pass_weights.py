@@ -5,6 +5,7 @@ that fp8 products need. Delta keeps them from step to step, one update behind th
 section 3.1). ``zerojax.train.replica`` makes them of the current weights, for several passes.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import by_group
 from zerojax.train.fields import Shards, abstract_replicas, specs_of
 from zerojax.train.spec import ParamGroup, TrainSpec
-from zerojax.weights import Weight, Weights, gather_exact, to_full, to_secondary
+from zerojax.weights import Payloads, Weight, Weights, beside, gather_exact, to_full, to_secondary
 
 ByPath = dict[Path, Weight]
 """Weights by path: of a state, or of one device."""
@@ -147,8 +148,8 @@ def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
     return frozen | by_group(spec, to_secondary, lacking) | replicas
 
 
-def _updated(weights: tuple[Weight, ...], replicas: tuple[Array, ...]) -> list[Array]:
-    return [w.values for w in to_secondary(weights, replicas)]
+def _updated(weights: Weights, replicas: Payloads) -> list[Array]:
+    return [w.values for w in to_secondary(beside(weights, replicas))]
 
 
 def _of(paths: Collection[Path], weights: ByPath) -> ByPath:
@@ -161,14 +162,12 @@ class PassWeights(NamedTuple):
     Attributes:
         weights: by path, trained and frozen, at the level where units receive them.
         masters: by path, this device's part of each trained weight.
-        replicas: the state's replicas, refreshed except for ``updating``.
-        updating: the paths of the replicas that units refresh.
+        replicas: the state's replicas, refreshed unless the unit of the weight does so.
     """
 
     weights: ByPath
     masters: ByPath
     replicas: ByPath
-    updating: frozenset[Path]
 
 
 def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGroup] = ()) -> PassWeights:
@@ -177,13 +176,15 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
     The ``updating`` units refresh delta's replicas themselves, unless the replicas are current.
     """
     units = (leaf.path for group in updating for leaf in group.leaves)
-    later = frozenset(() if shards.current_replicas else shards.replicas.keys() & units)
+    later = set() if shards.current_replicas else shards.replicas.keys() & units
     owned, replicas = up_to_date(spec, shards, later=later)
-    started = {path: replica for path, replica in replicas.items() if path not in later}
+    started = {
+        path: dataclasses.replace(owned[path], replica=replica.values) if path in later else replica
+        for path, replica in replicas.items()
+    }
     if not started:
         started = _whole(spec, shards, owned) if spec.strategy.source == "full" else {}
-    masters = masters_of(spec, shards.params)
-    return PassWeights(owned | from_tree(shards.frozen) | started, masters, replicas, later)
+    return PassWeights(owned | from_tree(shards.frozen) | started, masters_of(spec, shards.params), replicas)
 
 
 def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:

@@ -124,10 +124,9 @@ class ModelPass:
                 own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers)).reshape(group.stack)
             sharded: dict[Path, Sharded] = {}
             for path in (leaf.path for leaf in group.every):
-                replica = given.replicas[path].values if path in given.updating else None
                 sink = sinks.get(path)
                 update = self.rule if isinstance(sink, LayerState) else None
-                sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, replica, update=update)
+                sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, update=update)
             placed |= place_group(spec, group, sharded, train=self.train, adapters=self.adapters)
         return placed
 
@@ -308,10 +307,10 @@ def accumulate(
         grads, sums, counts = total
         changed |= counts
     model_state = model_state | _shared(spec, changed)
-    fresh = {path: copy for path, copy in updated.items() if path in model.given.updating}
+    replicas = {path: updated.get(path, replica) for path, replica in model.given.replicas.items()}
     done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
     grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
-    return grads, done, Outcome(sums, model_state, model.given.replicas | fresh, {})
+    return grads, done, Outcome(sums, model_state, replicas, {})
 
 
 def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
