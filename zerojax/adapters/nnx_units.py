@@ -8,7 +8,6 @@ A ``Stack`` runs its blocks as one scan, so that compile time does not grow with
 a unit. Both call a module as a pure function of its weights and state (``call_with_weights``).
 """
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -159,13 +158,9 @@ class Stack(nnx.Module):
         weights = [weight for kind in kinds for weight in kind.weights]
         if weights and all(is_gathered(weight) for weight in weights):
             x, after = scan_units(Order(self.order), kinds, x, arrays)
-            for block, kind, (state, replicas, probe) in zip(blocks, kinds, after, strict=True):
-                if replicas or probe:
-                    # Like state: the next call begins with them, and the step finds them in the model.
-                    weights = [weight.updated(replicas) for weight in kind.weights]
-                    if probe:
-                        weights[0] = dataclasses.replace(weights[0], probe=probe[0])
-                    nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
+            for block, (weights, state) in zip(blocks, after, strict=True):
+                # Like state: the next call begins with them, and the step finds them in the model.
+                nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
                 nnx.update(block, state)
             return x
         x, states = _run_whole(Order(self.order), kinds, x, arrays)

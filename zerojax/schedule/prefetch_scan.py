@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import Values
@@ -47,7 +47,6 @@ from zerojax.schedule.breadth_first import (
     with_batching_rule,
 )
 from zerojax.schedule.layer_update import probe
-from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
 from zerojax.schedule.transforms import (
     Pullback,
@@ -58,6 +57,7 @@ from zerojax.schedule.transforms import (
 from zerojax.schedule.unit import (
     Arrays,
     Body,
+    Sharded,
     call_gathered,
     on_operands,
     read_by_unit,
@@ -66,8 +66,7 @@ from zerojax.schedule.unit import (
 )
 from zerojax.sharding.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
 from zerojax.sharding.memory import in_host, to_host
-from zerojax.sharding.param_tree import Path
-from zerojax.weights import Fetching, Weight, WeightPrefetcher, Weights, to_full
+from zerojax.weights import Fetching, WeightPrefetcher, Weights, to_full
 
 
 class _Results(NamedTuple):
@@ -94,7 +93,7 @@ class Scanned(NamedTuple):
     Attributes:
         body: ``x, state[i] = body(weights[i], x, state[i], shared)`` runs layer i. It is a pure function of
             one layer's whole weights, and closes over nothing that is traced.
-        weights: stacked: ``Sharded``, for ``scan_units``.
+        weights: stacked ``Sharded``s; where blocks run without ``scan_units``, arrays or operands.
         state: stacked.
     """
 
@@ -103,36 +102,19 @@ class Scanned(NamedTuple):
     state: Arrays
 
 
-class ScannedOnce(NamedTuple):
-    """The results of running the layers of one kind.
-
-    Attributes:
-        state: the new state, stacked.
-        replicas: by path, stacked, the weights that had a replica, with the refreshed replicas as values.
-        probe: for a stack that is updated.
-    """
-
-    state: Arrays
-    replicas: dict[Path, Weight]
-    probe: list[Array]
-
-
 def scan_units(
     order: Order, kinds: Sequence[Scanned], x: Arrays, shared: Arrays
-) -> tuple[Arrays, list[ScannedOnce]]:
+) -> tuple[Arrays, list[tuple[list[Sharded], Arrays]]]:
     """Run the layers in their order.
 
     ``x`` are floating-point activations, whose shapes and dtypes every layer keeps. Every layer receives
     ``shared``.
 
     Returns:
-        The last layer's ``x``, and the other results for each kind.
+        The last layer's ``x``; and for each kind its weights, with which the next call begins, and its state.
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
-    layers = tuple(
-        _Layer(rematerialised(_with_seeds(kind), unit.strategy.remat))
-        for kind, unit in zip(kinds, units, strict=True)
-    )
+    bodies = tuple(map(_with_seeds, kinds))
 
     def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
@@ -141,8 +123,8 @@ def scan_units(
         x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = tuple(
-            _Layer(map_microbatches(layer.body, (all_batched(x, True), all_batched(own, True), given.shared)))
-            for layer, own in zip(layers, state, strict=True)
+            map_microbatches(body, (all_batched(x, True), all_batched(own, True), given.shared))
+            for body, own in zip(bodies, state, strict=True)
         )
         out = cast(_Results, _scan(_Layers(order, turns), args._replace(x=x, state=state)))
         x, state, refreshed, probes = out
@@ -150,11 +132,18 @@ def scan_units(
         flags = _Results(*all_batched((x, state), True), *all_batched((refreshed, probes), False))
         return _Results(x, state, refreshed, probes), flags
 
-    run = with_batching_rule(in_breadth, functools.partial(_scan, _Layers(order, layers)))
+    run = with_batching_rule(in_breadth, functools.partial(_scan, _Layers(order, bodies)))
     states = tuple((own, kind.state) for own, kind in zip(seeds, kinds, strict=True))
     x, states, refreshed, probes = run(ScanArgs(units, x, states, shared))
-    each = zip(states, refreshed, probes, strict=True)
-    return x, [ScannedOnce(own[1], {w.layout.path: w for w in new}, probe) for own, new, probe in each]
+    left = [_left(kind.weights, *own) for kind, *own in zip(kinds, refreshed, probes, strict=True)]
+    return x, [(weights, state) for weights, (_, state) in zip(left, states, strict=True)]
+
+
+def _left(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array]) -> list[Sharded]:
+    """The weights of a kind after the scan: with refreshed replicas, and with the probe in the first one."""
+    replicas = {w.layout.path: w for w in refreshed}
+    first, *others = (weight.updated(replicas) for weight in weights)
+    return [replace(first, probe=probe[0]) if probe else first, *others]
 
 
 def _with_seeds(kind: Scanned) -> Body:
@@ -174,62 +163,48 @@ class _Layers:
     """The order of a stack's layers, and the body of each kind."""
 
     order: Order
-    kinds: tuple["_Layer", ...]
+    bodies: tuple[Body, ...]
 
 
-class _Layer:
-    """A layer's body, traced once for its kind: ``run(whole, x, state, shared) -> (x, state, residual)``.
+_Run = Callable[[Weights, Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Pullback | None]]
+"""Runs a layer: ``run(whole, x, state, shared) -> (x, state, residual)``."""
 
-    Attributes:
-        body: the function.
-        run: the function with None as the residual.
-        run_keeping: the function with the body's vjp as the residual. Arrays that all layers share, or that
-            are gathered again, are taken out of it.
+
+def _run_of(body: Body, *, keeping: bool) -> _Run:
+    """The layers of a kind, traced once: without residual, or ``keeping`` the body's vjp as the residual.
+
+    Arrays that all layers share, or that are gathered again, are taken out of the residual.
     """
 
-    def __init__(self, body: Body) -> None:
-        def alone(whole: Weights, x: Arrays, state: Arrays, shared: Arrays) -> _Ran:
+    def run(
+        whole: Weights, x: Arrays, state: Arrays, shared: Arrays
+    ) -> tuple[Arrays, Arrays, Pullback | None]:
+        if not keeping:
             return *body(whole, x, state, shared), None
+        (x, after), vjp = pullback(body, whole, x, state, shared)
+        _, own_x, own_state, _ = vjp.args_res
+        return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
 
-        def keeping(whole: Weights, x: Arrays, state: Arrays, shared: Arrays) -> _Ran:
-            (x, after), vjp = pullback(body, whole, x, state, shared)
-            _, own_x, own_state, _ = vjp.args_res
-            return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
-
-        self.body = body
-        self.run = _TracedOnce(alone)
-        self.run_keeping = _TracedOnce(keeping)
+    return _traced_once(run)
 
 
-@dataclass(eq=False)
-class _TracedOnce[*Args, T: PyTree[Array]]:
+def _traced_once[*Args, T: PyTree[Array]](function: Callable[[*Args], T]) -> Callable[[*Args], T]:
     """A pure function that is traced once, for the first arguments it gets."""
+    traced: list[tuple[ClosedJaxpr, T]] = []
 
-    function: Callable[[*Args], T]
-    _traced: tuple[Callable[..., list[Array]], T] | None = None
+    def run(*args: *Args) -> T:
+        if not traced:
+            traced.append(jax.make_jaxpr(function, return_shape=True)(*args))
+        program, shapes = traced[0]
+        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
 
-    def __call__(self, *args: *Args) -> T:
-        """Run the traced function."""
-        self.shapes(*args)
-        assert self._traced is not None
-        call, shapes = self._traced
-        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
-
-    def shapes(self, *args: *Args) -> T:
-        """ShapeDtypeStructs in place of the arrays that the function returns."""
-        if self._traced is None:
-            closed, shapes = jax.make_jaxpr(self.function, return_shape=True)(*args)
-            self._traced = jaxpr_as_fun(closed), shapes
-        return self._traced[1]
-
-
-_Ran = tuple[Arrays, Arrays, Pullback | None]
-_Run = _TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
+    return run
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(layers: _Layers, args: ScanArgs) -> _Results:
-    return _forward(layers.order, [layer.run for layer in layers.kinds], args)[0]
+    runs = [_run_of(body, keeping=False) for body in layers.bodies]
+    return _forward(layers.order, runs, args)[0]
 
 
 def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, ...]]:
@@ -245,7 +220,7 @@ def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, 
 
     def one(kind: int, x: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
         def body(whole: Weights, inputs: Arrays) -> Arrays:
-            return layers.kinds[kind].body(whole, *inputs)
+            return layers.bodies[kind](whole, *inputs)
 
         unit, state = own
         return call_gathered(body, unit, (x, state, args.shared))
@@ -315,7 +290,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         # Filled in place by hand: lax.scan would stack the results of its iterations, but not of peeled ones.
         kind, count = place.kind, order.counts[place.kind]
         rows = count - order.uniform
-        _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)
+        _, new, residual = jax.eval_shape(runs[kind], whole, x, place.of(state), shared)
         pieces = jax.eval_shape(cut, residual)
         on_host = pieces_away(pieces) if strategy.residuals_in_host else ()
         kept = kept_of(secondary, kind)
@@ -356,8 +331,8 @@ def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs
         x, state = _one_by_one(layers, _after_update(args, results.refreshed))
         return results._replace(x=x, state=state), kept
 
-    function = functools.partial(_forward, layers.order, [layer.run_keeping for layer in layers.kinds])
-    results, kept = _with_derivatives_of(plain, function)(args)
+    runs = [_run_of(body, keeping=True) for body in layers.bodies]
+    results, kept = _with_derivatives_of(plain, functools.partial(_forward, layers.order, runs))(args)
     return results, (_after_update(args, results.refreshed), kept)
 
 

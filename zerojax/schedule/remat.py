@@ -32,10 +32,7 @@ _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 
 
 def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]:
-    """``body`` in the name scope "layer".
-
-    Its vjp keeps the results that the policy names, and weights uncopied.
-    """
+    """``body``, whose vjp keeps the results that the policy names, and weights uncopied."""
     policies = {
         "full": _is_scale,
         "attention": _is_attention,
@@ -47,7 +44,7 @@ def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]
             return body(*args, **kwargs)
 
     # The backward pass gathers its own weights, so the compiler cannot merge it with the forward pass.
-    return jax.named_scope("layer")(jax.checkpoint(run, policy=policies[remat], prevent_cse=False))
+    return jax.checkpoint(run, policy=policies[remat], prevent_cse=False)
 
 
 def _is_scale(_: Primitive, *__: object, **params: object) -> bool:

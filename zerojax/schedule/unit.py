@@ -164,7 +164,9 @@ def call_unit[S, T: PyTree](
 
     unit, seeds = take_apart(weights)
     on_whole = on_operands(body, weights)
-    layer = rematerialised(lambda whole, inputs: on_whole(whole, *inputs), unit.strategy.remat)
+
+    def layer(whole: Weights, inputs: Arrays) -> Arrays:
+        return on_whole(whole, *inputs)
 
     def in_breadth(_: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays) -> tuple[Arrays, Flags]:
         """Run one micro-batch after another."""
@@ -188,7 +190,8 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     that is traced. Only static fields of ``weights`` are read.
 
     Returns:
-        A function of ``(whole, seeds, *args)``, with the ``seeds`` from ``take_apart``.
+        A function of ``(whole, seeds, *args)``, with the ``seeds`` from ``take_apart``, in the name scope
+        "layer". Its vjp keeps what the rematerialisation policy says.
     """
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
     in_place = weights[0].strategy.in_place
@@ -214,7 +217,7 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
 
         return run(tuple(operand(*slot) for slot in slots), *args)
 
-    return with_seeds
+    return jax.named_scope("layer")(rematerialised(with_seeds, weights[0].strategy.remat))
 
 
 def refuse_mapped(weights: Flags) -> None:
