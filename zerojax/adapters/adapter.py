@@ -13,7 +13,6 @@ from jaxtyping import Array, Num, PyTree
 from zerojax.schedule.unit import Sharded
 from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path, by_name
-from zerojax.weights import Weight
 
 Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
 """The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere, or shapes and dtypes."""
@@ -57,13 +56,9 @@ class Bound(ABC):
     def model_state(self) -> ModelState:
         """The non-parameter state after the pass."""
 
-    def secondary(self) -> dict[Path, Weight]:
-        """The trained weights of units that are at "secondary" after the pass, by path."""
-        return {}
-
-    def probes(self) -> dict[Path, Array]:
-        """Probes (fp32 ``[facts]``) of stacks that the backward pass updates, by the path of each weight."""
-        return {}
+    def sharded(self) -> list[Sharded]:
+        """The weights of units and their adapters, as the pass has left them."""
+        return []
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """The weights outside units, by path, that the pass replaced by arrays, even of equal values."""

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,7 +22,6 @@ from zerojax.sharding.mesh import LOCAL
 
 if TYPE_CHECKING:
     from zerojax.schedule.layer_update import LayerState
-    from zerojax.sharding.layout import ParamLayout
     from zerojax.sharding.param_tree import Path
     from zerojax.sharding.strategy import Level
     from zerojax.weights import Weight
@@ -41,35 +40,22 @@ EXCHANGE = "exchange_heads"
 
 
 @dataclass(frozen=True)
-class MasterWeights:
-    """The master weights that a device owns, for ``zerojax.weight_sum``.
-
-    Attributes:
-        leaves: the layouts of all trained parameters.
-        shards: per path, fp32 at "primary".
-        sinks: per path, zeros whose cotangents are the gradients (``Sharded.sink``).
-        level: the level of the sinks; see ``zerojax.sharding.layout``.
-    """
-
-    leaves: "Sequence[ParamLayout]" = ()
-    shards: "Mapping[Path, Weight]" = field(default_factory=dict)
-    sinks: "Mapping[Path, Num[Array, '...'] | LayerState]" = field(default_factory=dict)
-    level: "Level" = "primary"
-
-
-@dataclass(frozen=True)
 class LossContext:
     """What a running loss function can use besides its arguments.
 
     Attributes:
         model: its argument.
-        masters: the model's master weights.
+        masters: by path, the device's shards of the trained weights, fp32 at "primary".
+        sinks: by path, zeros whose cotangents are the gradients (``Sharded.sink``).
+        level: the level of the sinks; see ``zerojax.sharding.layout``.
         axes: the mesh axes of the devices that share a step.
         devices_a_row: how many neighbours on ``local`` share each row of a batch.
     """
 
     model: object = None
-    masters: MasterWeights = MasterWeights()
+    masters: "Mapping[Path, Weight]" = field(default_factory=dict)
+    sinks: "Mapping[Path, Num[Array, '...'] | LayerState]" = field(default_factory=dict)
+    level: "Level" = "primary"
     axes: tuple[str, ...] = ()
     devices_a_row: int = 1
 

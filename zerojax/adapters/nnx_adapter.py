@@ -25,9 +25,8 @@ from zerojax.adapters.nnx_units import (
 )
 from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.unit import is_sharded
+from zerojax.schedule.unit import Sharded, is_sharded
 from zerojax.sharding.param_tree import Path
-from zerojax.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,10 @@ class BoundNNX(Bound):
         after = {"/".join(path): leaf for path, leaf in leaves_of(nnx.state(self.model, STATE))}
         return {**self.before, **after, **self.keys}
 
-    def secondary(self) -> dict[Path, Weight]:
-        """See ``Bound.secondary``."""
-        found = jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=lambda x: isinstance(x, Weight))
-        weights = (weight for weight in found if isinstance(weight, Weight))
-        return {w.layout.path: w for w in weights if w.level == "secondary" and not w.layout.frozen}
-
-    def probes(self) -> dict[Path, Array]:
-        """See ``Bound.probes``."""
-        found = jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=is_sharded)
-        return {x.leaf.path: x.probe for x in found if is_sharded(x) and x.probe is not None}
+    def sharded(self) -> list[Sharded]:
+        """See ``Bound.sharded``."""
+        leaves = jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=is_sharded)
+        return [part for weight in filter(is_sharded, leaves) for part in (weight, *weight.adapter)]
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.replaced``."""

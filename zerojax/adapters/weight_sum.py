@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from zerojax.adapters.loss import MasterWeights, loss_context
+from zerojax.adapters.loss import LossContext, loss_context
 from zerojax.adapters.nnx_units import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
@@ -59,10 +59,7 @@ def weight_sum(
     patterns = [paths] if isinstance(paths, str) else paths
     context = loss_context()
     if model is not None and context.model is model:
-        masters = context.masters
-        sums = {
-            leaf.path: lambda leaf=leaf: _sum_of_shards(leaf, masters, function) for leaf in masters.leaves
-        }
+        sums = {path: lambda path=path: _sum_of_shards(path, context, function) for path in context.masters}
     else:
         sums = {
             path: lambda x=x: jnp.sum(function(x.astype(jnp.float32))) for path, x in _whole_weights(model)
@@ -97,8 +94,9 @@ def _whole_weights(model: object) -> Iterator[tuple[Path, Array]]:
             yield path, value
 
 
-def _sum_of_shards(leaf: ParamLayout, masters: MasterWeights, function: Elementwise) -> Float[Array, ""]:
-    level, sink = masters.level, masters.sinks[leaf.path]
+def _sum_of_shards(path: Path, context: LossContext, function: Elementwise) -> Float[Array, ""]:
+    master, sink, level = context.masters[path], context.sinks[path], context.level
+    leaf = master.layout
     if isinstance(sink, LayerState):
         raise ConfigurationError(
             f"weight_sum reads {leaf.name!r}, whose stack is updated in its backward pass, without the sum's "
@@ -132,7 +130,7 @@ def _sum_of_shards(leaf: ParamLayout, masters: MasterWeights, function: Elementw
         return None, _at_sink(grad, leaf, level)
 
     total.defvjp(forward, backward)
-    return total(masters.shards[leaf.path].values, sink)
+    return total(master.values, sink)
 
 
 def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -> Array:

@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters.adapter import Bound, ModelState
-from zerojax.adapters.loss import LossContext, MasterWeights, call_loss, running_loss
+from zerojax.adapters.loss import LossContext, call_loss, running_loss
 from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
@@ -86,14 +86,14 @@ class Outcome(NamedTuple):
         model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
             ``accumulate``, all of them.
         replicas: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
-            ``TrainState.copies``.
+            ``TrainState.replicas``.
         probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
     """
 
     sums: Sums
     model_state: ModelState
     replicas: ByPath
-    probes: dict[Path, Array]
+    probes: list[Array]
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class ModelPass:
         Returns the model after the call, and the result.
         """
         spec = self.spec
-        masters = MasterWeights(spec.leaves, self.given.masters, sinks, spec.strategy.grad_level)
         own = mix(seed, lax.axis_index(AXES))
         key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
         bound = spec.adapter.bind(placed, model_state, train=self.train, key=key)
-        context = LossContext(bound.model, masters, spec.axes, spec.zero.sequence_parallel)
+        weights = self.given.masters, sinks, spec.strategy.grad_level
+        context = LossContext(bound.model, *weights, spec.axes, spec.zero.sequence_parallel)
         with running_loss(context), numbered_calls(), translated_errors():
             return bound, run(bound.model, unmarked(batch), key)
 
@@ -161,9 +161,11 @@ class ModelPass:
         total = value * count
         sums = Sums(total, count, {name: x * count for name, x in aux.items()})
         changed = {name: x for name, x in bound.model_state().items() if x is not model_state[name]}
-        return total, Outcome(
-            jax.tree.map(lax.stop_gradient, sums), changed, bound.secondary(), bound.probes()
-        )
+        left = bound.sharded()
+        kept = (w.weight for w in left if w.weight.level == "secondary" and not w.leaf.frozen)
+        replicas = {weight.layout.path: weight for weight in kept}
+        probes = [w.probe for w in left if w.probe is not None]
+        return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, replicas, probes)
 
     def forward_in_breadth(
         self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed
@@ -173,7 +175,7 @@ class ModelPass:
 
         def forward(
             rows: list[Array], index: Array
-        ) -> tuple[Array, Sums, ModelState, tuple[ByPath, dict[Path, Array]]]:
+        ) -> tuple[Array, Sums, ModelState, tuple[ByPath, list[Array]]]:
             total, (sums, changed, updated, probes) = self.forward(
                 placed, sinks, model_state, at(rows), mix(seed, index)
             )
@@ -277,7 +279,7 @@ def accumulate(
             if update is not None:
                 sums = over(spec.world.axes, outcome.sums)
                 facts = update.facts(sums.loss / sums.tokens, sums.tokens)
-                total = with_facts(total, list(outcome.probes.values()), facts)
+                total = with_facts(total, outcome.probes, facts)
             return total, outcome
 
         (_, outcome), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
@@ -310,7 +312,7 @@ def accumulate(
     replicas = {path: updated.get(path, replica) for path, replica in model.given.replicas.items()}
     done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
     grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
-    return grads, done, Outcome(sums, model_state, replicas, {})
+    return grads, done, Outcome(sums, model_state, replicas, [])
 
 
 def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
