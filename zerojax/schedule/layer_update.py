@@ -46,6 +46,8 @@ _BYTE = jnp.float8_e4m3fn
 class LayerState:
     """The sink of one weight of a stack; and its cotangent, the same arrays after the update.
 
+    Outside of the backward pass also the same arrays in their own dtypes, or their PartitionSpecs.
+
     Attributes:
         held: fp32 master weight and moments ``[layers, n, 1, ...]``, in host memory.
         encoded: ``[layers, m]``, the weight as its owner sends it next, with bytes as 8-bit floats.
@@ -101,11 +103,18 @@ class LayerUpdate:
 
     Attributes:
         counters: the optimizer's state without the moments.
+        limit: the largest loss that is not a spike.
         run: the update of a layer.
     """
 
     counters: PyTree[Array]
+    limit: Float32[Array, ""]
     run: UpdateLayer = field(metadata={"static": True})
+
+    def facts(self, loss: Float32[Array, ""], tokens: Float32[Array, ""]) -> Facts:
+        """The facts of a step that updates need, from its mean loss and number of tokens."""
+        taken = jnp.isfinite(loss) & ~(loss > self.limit)
+        return Facts(tokens, taken.astype(jnp.float32))
 
 
 def has_cotangent(dtype: jnp.dtype) -> bool:

@@ -1,14 +1,13 @@
-"""The update of stacks by their backward pass: its arguments, the update of a layer, and its results.
+"""The update of stacks by their backward pass: the arrays that it changes, and the update of a layer.
 
-See ``ZeroConfig.update_in_backward``; ``zerojax.schedule.layer_update`` says when layers are updated. All
-functions run inside ``shard_map``, on one device's part. An optimizer that needs no norm computes each
+See ``ZeroConfig.update_in_backward``; ``zerojax.schedule.layer_update`` says when layers are updated.
+Layers are updated inside ``shard_map``, on one device's part. An optimizer that needs no norm computes each
 element from that element's values.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -29,14 +28,13 @@ from zerojax.schedule.layer_update import (
 )
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import without_padding
-from zerojax.train.fields import Shards, field_specs
-from zerojax.train.host_update import InBackward, encoded_layer
+from zerojax.train.host_update import encoded_layer
 from zerojax.train.spec import TrainSpec
 from zerojax.weights import Weight, Weights
 
 
 class OptimizerShards(NamedTuple):
-    """The fields that updates in the backward pass read besides ``Shards``; or their PartitionSpecs.
+    """The optimizer's state as updates in the backward pass read it; or its PartitionSpecs.
 
     Attributes:
         moments: the moments of stacks, by their places in the optimizer's state.
@@ -50,7 +48,7 @@ class OptimizerShards(NamedTuple):
 
     @staticmethod
     def of(spec: TrainSpec, opt_state: PyTree[Any], limit: Any) -> "OptimizerShards":
-        """Take these fields from an optimizer's state."""
+        """Take them from an optimizer's state."""
         assert spec.layerwise is not None
         every, moments = places(opt_state), spec.layerwise.moments
         paths = {leaf.path for group in spec.updated_in_backward for leaf in group.leaves}
@@ -61,79 +59,36 @@ class OptimizerShards(NamedTuple):
         )
 
 
-def specs(spec: TrainSpec) -> tuple[OptimizerShards, InBackward]:
-    """The PartitionSpecs of the arrays that the passes read for updates, and of the updated arrays."""
-    fields = field_specs(spec)
-    scalar = jax.sharding.PartitionSpec()
-    entering = OptimizerShards.of(spec, fields["opt_state"], scalar)
-    paths = [leaf.path for group in spec.updated_in_backward for leaf in group.leaves]
-    params = from_tree(fields["params"])
-    encoded = {path: fields["encoded"][path] for path in paths}
-    return entering, InBackward({path: params[path] for path in paths}, entering.moments, encoded, scalar)
+def layer_states(
+    spec: TrainSpec,
+    params: PyTree[Any],
+    encoded: Mapping[Path, Weight],
+    moments: Mapping[str, Any],
+    *,
+    squares: Any,
+) -> dict[Path, LayerState]:
+    """The arrays that the backward pass updates, or their PartitionSpecs, by the weight's path.
 
-
-@dataclass(frozen=True)
-class BackwardUpdate:
-    """The update of one step.
-
-    Attributes:
+    Args:
         spec: the train spec.
-        shards: of the state.
-        state: of the optimizer.
+        params, encoded: the fields of a state.
+        moments: by their places in the optimizer's state.
+        squares: ``LayerState.squares``.
     """
+    assert spec.layerwise is not None
+    masters = from_tree(params)
+    paths = [leaf.path for group in spec.updated_in_backward for leaf in group.leaves]
+    held = {path: {MASTER: masters[path]} for path in paths}
+    for place, x in moments.items():
+        held[spec.layerwise.moments[place]][place] = x
+    return {
+        path: LayerState(held[path], encoded[path].values, encoded[path].scale, squares) for path in paths
+    }
 
-    spec: TrainSpec
-    shards: Shards
-    state: OptimizerShards
 
-    @functools.cached_property
-    def rule(self) -> LayerUpdate:
-        """How layers are updated."""
-        return LayerUpdate(self.state.counters, functools.partial(_updated, self.spec))
-
-    @functools.cached_property
-    def sinks(self) -> dict[Path, LayerState]:
-        """The sinks of the weights that are updated, by path."""
-        assert self.spec.layerwise is not None
-        masters, encoded = from_tree(self.shards.params), self.shards.encoded
-        moments: dict[Path, dict[str, Array]] = {}
-        for place, x in self.state.moments.items():
-            moments.setdefault(self.spec.layerwise.moments[place], {})[place] = as_floats(x)
-        return {
-            leaf.path: LayerState(
-                {MASTER: masters[leaf.path]} | moments.get(leaf.path, {}),
-                as_floats(encoded[leaf.path].values),
-                encoded[leaf.path].scale,
-                jnp.float32(0),
-            )
-            for group in self.spec.updated_in_backward
-            for leaf in group.leaves
-        }
-
-    def facts(self, loss: Float32[Array, ""], tokens: Float32[Array, ""]) -> Facts:
-        """The facts of a step that updates need, from its mean loss and number of tokens."""
-        taken = jnp.isfinite(loss) & ~(loss > self.state.limit)
-        return Facts(tokens, taken.astype(jnp.float32))
-
-    def done(self, after: Mapping[Path, LayerState]) -> InBackward:
-        """The updated arrays, from the sinks' cotangents."""
-        encoded = {path: self.shards.encoded[path] for path in after}
-        return InBackward(
-            {path: sink.held[MASTER] for path, sink in after.items()},
-            {
-                place: as_encoded(x, self.state.moments[place].dtype)
-                for sink in after.values()
-                for place, x in sink.held.items()
-                if place != MASTER
-            },
-            {
-                path: dataclasses.replace(
-                    w, values=as_encoded(after[path].encoded, w.values.dtype), scale=after[path].scale
-                )
-                for path, w in encoded.items()
-            },
-            sum(sink.squares for sink in after.values()),
-        )
+def layer_update(spec: TrainSpec, optimizer: OptimizerShards) -> LayerUpdate:
+    """How the backward pass of a step updates layers."""
+    return LayerUpdate(optimizer.counters, optimizer.limit, functools.partial(_updated, spec))
 
 
 def _updated(

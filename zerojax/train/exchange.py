@@ -13,6 +13,7 @@ tree is right by construction.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +25,13 @@ from jaxtyping import Array, Bool, PyTree
 
 from zerojax.adapters.adapter import ModelState
 from zerojax.comm.in_order import on_mesh
-from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
-from zerojax.train.backward_update import specs as backward_specs
+from zerojax.schedule.layer_update import LayerState
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.backward_update import OptimizerShards, layer_states, layer_update
 from zerojax.train.batch import Batch, batch_specs
 from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks, to_owners
 from zerojax.train.fields import Shards, Trained, field_specs, shard_specs
-from zerojax.train.host_update import InBackward, updated_by_layers
+from zerojax.train.host_update import updated_by_layers
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums, accumulate, over
 from zerojax.train.spec import TrainSpec
@@ -48,7 +49,7 @@ class Passed(NamedTuple):
     Attributes:
         gradients: sums over all tokens, nested by path and stored like the parameters.
         sums: of the losses and the tokens.
-        updated: the parameters that the backward pass has updated, which have no gradients; or None.
+        updated: by path, the arrays of weights that the backward pass has updated, which have no gradients.
         model_state: the field of ``TrainState`` after the passes.
         replicas: delta's replicas after the passes; else empty.
         residual: what encoding has lost, with error feedback; else empty.
@@ -57,7 +58,7 @@ class Passed(NamedTuple):
 
     gradients: PyTree[Any]
     sums: Any
-    updated: InBackward | None
+    updated: dict[Path, LayerState]
     model_state: ModelState
     replicas: ByPath
     residual: PyTree[Any]
@@ -86,23 +87,29 @@ class Exchange:
         ) -> Passed:
             shards, started, batch = self.start(shards, own, batch)
             seed, residual = shards.step_seed, from_tree(shards.residual)
-            update = (
-                BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
-            )
-            grads, after, outcome = accumulate(training, shards, batch, update)
+            rule, states = None, {}
+            if isinstance(optimizer, OptimizerShards):
+                rule = layer_update(spec, optimizer)
+                states = layer_states(
+                    spec, shards.params, shards.encoded, optimizer.moments, squares=jnp.float32(0)
+                )
+            grads, updated, outcome = accumulate(training, shards, batch, states, rule)
             lost = flat_blocks(residual, training.leaves) if residual else {}
             grads, kept = to_owners(training, grads, lost, seed)
             gradients, sums, exchanged = self.arrive(started, grads, outcome.sums)
             kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
             replicas = outcome.replicas if spec.zero.weights_delta else {}
-            done = None if update is None else update.done(after)
-            return Passed(gradients, sums, done, outcome.model_state, replicas, kept, exchanged)
+            return Passed(gradients, sums, updated, outcome.model_state, replicas, kept, exchanged)
 
         (shards, own), (shard_places, own_places) = self.reads(state)
         entering, optimizer, results = (), (), self.results()
         if in_backward:
-            entering, done = backward_specs(spec)
-            left = {path: x for path, x in from_tree(results.gradients).items() if path not in done.params}
+            fields = field_specs(spec)
+            entering = OptimizerShards.of(spec, fields["opt_state"], REPLICATED)
+            done = layer_states(
+                spec, fields["params"], fields["encoded"], entering.moments, squares=REPLICATED
+            )
+            left = {path: x for path, x in from_tree(results.gradients).items() if path not in done}
             results = results._replace(gradients=to_tree(left), updated=done)
             limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
             optimizer = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
@@ -124,7 +131,7 @@ class Exchange:
         """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""
         own = field_specs(self.spec)
         state = own["model_state"], own["replicas"], own["residual"]
-        return Passed(own["params"], REPLICATED, None, *state, exchanged=())
+        return Passed(own["params"], REPLICATED, {}, *state, exchanged=())
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """Begin the exchange before the passes.
@@ -183,7 +190,7 @@ def updated(
     gradients: PyTree[Array],
     sums: Sums,
     replicas: ByPath,
-    done: InBackward | None = None,
+    done: Mapping[Path, LayerState],
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
@@ -193,7 +200,8 @@ def updated(
         gradients: summed over all tokens, nested by path, stored like the weights.
         sums: of the losses and the tokens.
         replicas: delta's replicas after the passes; else empty.
-        done: the parameters that the backward pass has updated, which have no entry in ``gradients``.
+        done: the arrays that the backward pass has updated, by the paths of their weights, which have no
+            entry in ``gradients``.
 
     Returns:
         The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
@@ -203,7 +211,7 @@ def updated(
     tokens, loss = sums.tokens, sums.loss / sums.tokens
     grads = jax.tree.map(lambda x: x / tokens, gradients)
     squares = optax.tree.norm(grads, squared=True)
-    grad_norm, losses = jnp.sqrt(squares + done.squares if done else squares), before.losses
+    grad_norm, losses = jnp.sqrt(sum((own.squares for own in done.values()), squares)), before.losses
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     metrics: dict[str, Array] = {"grad_norm": grad_norm}
     if spec.spikes is not None:

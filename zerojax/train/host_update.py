@@ -8,8 +8,7 @@ when the weight is updated (``Weight.is_encoded``). With delta that is its diffe
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array, Bool, Float32, PyTree
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.optim.layerwise import places, with_places
+from zerojax.schedule.layer_update import MASTER, LayerState
 from zerojax.schedule.streaming import layer_at, over_host_layers
 from zerojax.sharding.layers import Index, empty_layers
 from zerojax.sharding.layout import ParamLayout
@@ -38,22 +38,6 @@ _GROUPS_AT_ONCE = 2
 """Groups of weights on the device at once: one is updated while the next one is fetched."""
 
 
-class InBackward(NamedTuple):
-    """The arrays that the backward pass has updated (``zerojax.train.backward_update``).
-
-    Attributes:
-        params: master weights by path, stored.
-        moments: by their places in the optimizer's state.
-        encoded: the weights as they are sent next.
-        squares: the sum of squares of their mean gradients.
-    """
-
-    params: dict[Path, Any]
-    moments: dict[str, Any]
-    encoded: ByPath
-    squares: Any
-
-
 def updated_by_layers(
     spec: TrainSpec,
     ok: Bool[Array, ""],
@@ -63,7 +47,7 @@ def updated_by_layers(
     params: PyTree[Array],
     encoded: ByPath,
     replicas: ByPath,
-    done: InBackward | None = None,
+    done: Mapping[Path, LayerState],
 ) -> tuple[PyTree[Array], PyTree[Array], ByPath]:
     """Update all weights, or none.
 
@@ -119,8 +103,10 @@ def updated_by_layers(
     stored, fresh = _over_groups(spec, stored_of, updated, begin=ok, skip=spec.updated_in_backward)
     weights = {place[1:]: x for place, x in stored.items() if place[0] == "params"}
     moments = {place[1]: x for place, x in stored.items() if place[0] == "state"}
-    if done is not None:
-        weights, moments, fresh = weights | done.params, moments | done.moments, fresh | done.encoded
+    for path, own in done.items():
+        weights[path] = own.held[MASTER]
+        moments |= {place: x for place, x in own.held.items() if place != MASTER}
+        fresh[path] = dataclasses.replace(encoded[path], values=own.encoded, scale=own.scale)
     return to_tree(weights), with_places(opt_state, others | moments), fresh
 
 

@@ -115,7 +115,7 @@ class FragmentExchange(Exchange):
         places, reports = field_specs(self.spec), REPLICATED if self._beside_passes else _BY_NODE
         weights = places["local"].weights
         exchanged = _Exchanged(weights, {}, Outer.of(places), reports)
-        return Passed(weights, _BY_NODE, None, places["model_state"], {}, {}, exchanged)
+        return Passed(weights, _BY_NODE, {}, places["model_state"], {}, {}, exchanged)
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """See ``Exchange``: reads the fragments and sends them, if they have the passes to hide behind."""
@@ -157,7 +157,7 @@ class FragmentExchange(Exchange):
         skipped_in_row = state.local.skipped_in_row
         own = passed.exchanged.own
         before = Trained(own, state.opt_state, state.encoded, state.losses, skipped_in_row)
-        return update(before, passed.gradients, passed.sums, passed.replicas, None)
+        return update(before, passed.gradients, passed.sums, passed.replicas, passed.updated)
 
     def finish(
         self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics

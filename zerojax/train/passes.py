@@ -19,7 +19,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from zerojax.adapters.loss import LossContext, call_loss, running_loss
 from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
-from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
+from zerojax.schedule.layer_update import LayerState, LayerUpdate, as_encoded, as_floats, with_facts
 from zerojax.schedule.transforms import is_float
 from zerojax.schedule.unit import Sharded, materialise, numbered_calls
 from zerojax.schedule.user_code import InOneBranch, translated_errors
@@ -45,9 +45,6 @@ from zerojax.train.fields import Shards
 from zerojax.train.loss_checks import ROW, Axes, check_program
 from zerojax.train.pass_weights import ByPath, PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
-
-if TYPE_CHECKING:
-    from zerojax.train.backward_update import BackwardUpdate
 
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
@@ -237,24 +234,27 @@ def zero_sinks(spec: TrainSpec) -> dict[Path, Num[Array, "..."]]:
 
 
 def accumulate(
-    spec: TrainSpec, shards: Shards, batch: Batch, update: "BackwardUpdate | None" = None
+    spec: TrainSpec,
+    shards: Shards,
+    batch: Batch,
+    states: Mapping[Path, LayerState],
+    rule: LayerUpdate | None = None,
 ) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
     """Run forward and backward over this device's micro-batches.
 
-    ``update`` updates the stacks in the backward pass, if the config says so.
+    With a ``rule`` the backward pass updates the ``states``, by the path of their weights.
 
     Returns:
-        Gradient sums at ``grad_level``; ``update.sinks`` after the update; and the other results. Delta's
-        replicas are refreshed, except for units that were not called.
+        Gradient sums at ``grad_level``; ``states`` after the update; and the other results. Delta's replicas
+        are refreshed, except for units that were not called.
 
     Raises:
         ConfigurationError: a stack cannot be updated in the backward pass, because of how the loss calls it.
     """
     zero, model_state, seed = spec.zero, shards.model_state, shards.step_seed
-    sinks: Sinks = zero_sinks(spec) if update is None else zero_sinks(spec) | update.sinks
+    sinks: Sinks = zero_sinks(spec) | jax.tree.map(as_floats, dict(states))
     rows, at = micro_batches(batch, zero.accumulate)
     first = at([x[0] for x in rows])
-    rule = None if update is None else update.rule
 
     def checked(updating: Sequence[ParamGroup]) -> ModelPass:
         model = ModelPass(spec, pass_weights(spec, shards, updating=updating), rule=rule)
@@ -264,7 +264,7 @@ def accumulate(
     try:
         model = checked(spec.updating)
     except (TraceContextError, InOneBranch) as error:
-        if update is not None:
+        if rule is not None:
             raise ConfigurationError(_TRANSFORMED) from error
         # Flax lets nothing leave a function that JAX itself transforms (jax.checkpoint, jax.grad, lax.cond),
         # and all branches of nnx.cond must change the same variables. If a Stack is called in one, replicas
@@ -276,9 +276,9 @@ def accumulate(
     def run(forward: Forward, model_state: ModelState, batch: Batch, seed: Seed) -> tuple[Outcome, Sinks]:
         def loss(sinks: Sinks) -> tuple[Array, Outcome]:
             total, outcome = forward(model.place(sinks, seed), sinks, model_state, batch, seed)
-            if update is not None:
+            if rule is not None:
                 sums = over(spec.world.axes, outcome.sums)
-                facts = update.facts(sums.loss / sums.tokens, sums.tokens)
+                facts = rule.facts(sums.loss / sums.tokens, sums.tokens)
                 total = with_facts(total, outcome.probes, facts)
             return total, outcome
 
@@ -311,6 +311,7 @@ def accumulate(
     model_state = model_state | _shared(spec, changed)
     replicas = {path: updated.get(path, replica) for path, replica in model.given.replicas.items()}
     done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
+    done = jax.tree.map(lambda x, before: as_encoded(x, before.dtype), done, dict(states))
     grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
     return grads, done, Outcome(sums, model_state, replicas, [])
 
