@@ -130,10 +130,10 @@ class Weight:
     def arrived(self, payload: Payload) -> "Weight":
         """The secondary partition in the local hop's format, from the payloads of all nodes.
 
-        With a replica it is the replica plus the differences.
+        With a replica it is the replica plus the differences. Weights that cross no nodes are there already.
         """
         node, local = self.layout.weights.node, self.layout.weights.local
-        if node != local or self.replica is not None:
+        if self.crosses_nodes and (node != local or self.replica is not None):
             rows = payload.reshape(self.layout.world.nodes, -1)
             numbers = (
                 node.decode(rows, self.layout.shard, jnp.dtype(jnp.float32))
@@ -210,15 +210,11 @@ def cross_nodes(weights: Weights, payloads: Payloads, *, separate_stream: bool =
 def decode(weights: Weights, arrived: Payloads) -> Weights:
     """The weights, with the ones at "primary" replaced by the secondary partitions that have arrived."""
     payloads = iter(arrived)
-
-    def in_node(w: Weight) -> Weight:
-        if w.level != "primary":
-            return w
-        payload = w.sent() if w.layout.in_every_node else next(payloads)
-        return w.arrived(payload) if w.crosses_nodes else w.replace(payload, "secondary")
-
     with _node_hop(weights):
-        return tuple(map(in_node, weights))
+        return tuple(
+            w.arrived(w.sent() if w.layout.in_every_node else next(payloads)) if w.level == "primary" else w
+            for w in weights
+        )
 
 
 def to_secondary(weights: Weights) -> Weights:
@@ -297,15 +293,13 @@ class WeightPrefetcher:
         Delta's replicas of all layers are refreshed as their weights arrive.
         """
         replicas = tuple(tuple(w.replica for w in own if w.replica is not None) for own in self.weights)
-        payloads, arrived = (), ()
+        payloads, arrived, second = (), (), first.ahead(self.step)
         if self.crosses:
             arrived = self._cross(encode(self._layer(replicas, first)), first)
-        replicas, secondary = self._receive(replicas, arrived, first)
-        second = first.ahead(self.step)
-        if self.crosses and first != second:
-            arrived = self._cross(encode(self._layer(replicas, second)), second)
-            payloads = encode(self._layer(replicas, first.ahead(2 * self.step)))
-        return Fetching(replicas, payloads, arrived), secondary
+        if crossing := self.crosses and first != second:
+            payloads = encode(self._layer(replicas, second))
+        fetching = Fetching(replicas, payloads, arrived)
+        return self.advance(fetching, first + -self.step, crossing=crossing)
 
     def advance(self, fetching: Fetching, place: Place, *, crossing: bool) -> tuple[Fetching, Weights]:
         """Move every layer's weights one stage on.
@@ -317,7 +311,11 @@ class WeightPrefetcher:
             ``fetching`` for the next layer, and the next layer's secondary partitions.
         """
         replicas, payloads, arrived = fetching
-        replicas, secondary = self._receive(replicas, arrived, place + self.step)
+        following = place + self.step
+        weights = self._layer(replicas, following)
+        secondary = decode(weights, arrived) if self.crosses else to_secondary(weights)
+        if own := replicas[following.kind]:
+            replicas = following.put(replicas, tuple(w.values for w in secondary[: len(own)]))
         if crossing:
             arrived = self._cross(payloads, place.ahead(2 * self.step))
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
@@ -330,13 +328,3 @@ class WeightPrefetcher:
 
     def _cross(self, payloads: Payloads, place: Place) -> Payloads:
         return cross_nodes(self.weights[place.kind], payloads, separate_stream=self.separate_stream)
-
-    def _receive(self, replicas: Replicas, arrived: Payloads, place: Place) -> tuple[Replicas, Weights]:
-        """The replicas with this layer's refreshed, and this layer's secondary partitions."""
-        weights = self._layer(replicas, place)
-        if not self.crosses:
-            return replicas, to_secondary(weights)
-        secondary = decode(weights, arrived)
-        if own := replicas[place.kind]:
-            replicas = place.put(replicas, tuple(w.values for w in secondary[: len(own)]))
-        return replicas, secondary

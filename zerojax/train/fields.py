@@ -108,7 +108,7 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     def by_leaf(make: Callable[[ParamLayout], jax.ShapeDtypeStruct], wanted: bool = True) -> PyTree:
         return to_tree(spec.by_path(make)) if wanted else {}
 
-    zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
+    zero, frozen, scalar = spec.zero, spec.strategy.frozen, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract_master(leaf.stored_shape, spec.param_spec(leaf)))
     nodes = (spec.world.nodes,) if spec.local_updates else ()
     opt_state = _abstract_opt_state(
@@ -134,7 +134,7 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "replicas": abstract_replicas(spec) if zero.weights_delta else {},
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback and spec.tx is not None),
         "losses": abstract_losses(spec),
-        "frozen": to_tree({leaf.path: spec.stored_frozen(leaf) for leaf in spec.frozen}),
+        "frozen": to_tree({leaf.path: spec.stored(leaf, frozen, "frozen") for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
         "local": abstract_local(spec) if spec.local_updates else None,
     }
@@ -208,7 +208,7 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
     if not spec.in_host("masters"):
         return {}
     if not spec.local_updates:
-        return spec.by_path(spec.encoded)
+        return spec.by_path(lambda leaf: spec.stored(leaf, "primary", "encoded"))
 
     def of_each(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         assert isinstance(x.sharding, NamedSharding)

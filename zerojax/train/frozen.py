@@ -63,7 +63,7 @@ def encode_one(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]) ->
     one, everyone = without_place(leaf), spec.sharding(PartitionSpec())
 
     def make() -> Any:
-        shardings = shardings_of(spec.stored_frozen(one))
+        shardings = shardings_of(spec.stored(one, spec.strategy.frozen, "frozen"))
         return jax.jit(functools.partial(encode_frozen, spec, one), out_shardings=(shardings, everyone))
 
     stored, hashed = jax.block_until_ready(spec.once(f"freeze {one}", make)(weight, _salt(leaf)))
@@ -92,7 +92,7 @@ def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Weight, int]]) 
 
 def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Weight, int]:
     """A weight in the form in which it is stored, and its hash. At most one layer is in memory in fp32."""
-    like, everyone = spec.stored_frozen(leaf), spec.sharding(PartitionSpec())
+    like, everyone = spec.stored(leaf, spec.strategy.frozen, "frozen"), spec.sharding(PartitionSpec())
     # Weights of one layout share a compiled function; only the salt of the hash differs.
     one = dataclasses.replace(without_place(leaf), stack=(1,) * len(leaf.stack))
     arrays = (like.values, like.scale)

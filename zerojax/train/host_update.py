@@ -22,7 +22,7 @@ from zerojax.optim.layerwise import places, with_places
 from zerojax.schedule.layer_update import MASTER, LayerState
 from zerojax.schedule.streaming import layer_at, over_host_layers
 from zerojax.sharding.layers import Index, empty_layers
-from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.memory import in_host, to_device, to_host, to_memory_of
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
@@ -252,9 +252,8 @@ def _of_layer(w: Weight) -> Weight:
 
 
 def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:
-    """Arrays of a stack with one axis of layers."""
-    axes = len(group.stack)
-    return jax.tree.map(lambda x: x.reshape(group.layers, *x.shape[axes:]) if axes > 1 else x, tree)
+    """Arrays of a stack with one axis of layers; arrays that are no stack are returned unchanged."""
+    return jax.tree.map(lambda x: in_a_row(x, group.stack), tree) if group.stack else tree
 
 
 def _layer[T: PyTree[Array]](group: ParamGroup, rows: T, index: Index) -> T:
@@ -266,7 +265,7 @@ def _weights(spec: TrainSpec, leaves: Sequence[ParamLayout], sent: ByPath) -> By
     """Encoded weights as a state has them."""
     found: ByPath = {}
     for leaf in leaves:
-        like = spec.encoded(leaf)
+        like = spec.stored(leaf, "primary", "encoded")
         values = sent[leaf.path].values.reshape(like.values.shape)
         values = to_host(values) if spec.in_host("encoded") else values
         scale = sent[leaf.path].scale.reshape(leaf.stack) if leaf.fp8 else None

@@ -212,29 +212,18 @@ class TrainSpec:
         """The description of an fp32 array that is stored where master weights are."""
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.held(spec, "masters"))
 
-    def encoded(self, leaf: ParamLayout) -> Weight:
-        """The description of a trained weight as its owners send it next."""
-        codec = leaf.next_codec
+    def stored(self, leaf: ParamLayout, level: Level, arrays: Stored | None = None) -> Weight:
+        """The description of a weight that a state holds at a level, in the format of its next hop.
+
+        ``arrays`` says which arrays of a state they are, if those may be in host memory.
+        """
+        where = leaf.spec({"primary": leaf.owners, "secondary": (LOCAL,), "full": ()}[level])
+        codec = leaf.next_codec if level == "primary" else leaf.weights.local
         shape = (*leaf.stack, leaf.world.size * codec.row_items(leaf.shard))
-        sharding = self.held(leaf.spec(leaf.owners), "encoded")
+        sharding = self.held(where, arrays) if arrays else self.sharding(where)
         values = jax.ShapeDtypeStruct(shape, codec.dtype, sharding=sharding)
         scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
-        return Weight(values, leaf, "primary", scale, is_encoded=True)
-
-    def stored(self, leaf: ParamLayout, level: Level) -> Weight:
-        """The description of a weight that a state holds at a level, in the local hop's format."""
-        axes = {"primary": OWNED, "secondary": (LOCAL,), "full": ()}[level]
-        codec = leaf.weights.local
-        shape = (*leaf.stack, leaf.world.size * codec.row_items(leaf.shard))
-        values = self.abstract(shape, codec.dtype, leaf.spec(axes))
-        scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
-        return Weight(values, leaf, level, scale)
-
-    def stored_frozen(self, leaf: ParamLayout) -> Weight:
-        """The description of a frozen weight in a state."""
-        stored = self.stored(leaf, self.strategy.frozen)
-        there = self.held(stored.values.sharding.spec, "frozen")
-        return stored.replace(stored.values.update(sharding=there))
+        return Weight(values, leaf, level, scale, is_encoded=level == "primary" and not leaf.frozen)
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The description of a parameter's error-feedback residual, which differs on every device."""
