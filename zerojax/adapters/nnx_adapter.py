@@ -18,12 +18,9 @@ from zerojax.adapters.nnx_units import (
     STATE,
     Stack,
     gathering_class,
-    leaf_path,
-    leaves_of,
-    leaves_within,
     replaced_weights,
 )
-from zerojax.adapters.roles import ExpertParam, RouterState
+from zerojax.adapters.roles import ExpertParam, RouterState, leaf_path, leaves_of, leaves_within
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import Sharded, is_sharded
 from zerojax.sharding.param_tree import Path

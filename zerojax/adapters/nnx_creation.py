@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from zerojax.adapters.nnx_units import leaves_of
+from zerojax.adapters.roles import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.user_code import line_of_error
 

@@ -11,16 +11,15 @@ a unit. Both call a module as a pure function of its weights and state (``call_w
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import PathParts
-from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PyTree
 
+from zerojax.adapters.roles import leaves_of
 from zerojax.dataflow import changed
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
@@ -398,21 +397,3 @@ def changed_state(module: nnx.Module) -> nnx.State:
                     "nnx.Variable, or return it."
                 )
     return state
-
-
-def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes."""
-    for path, held in nnx.to_flat_state(state):
-        yield from leaves_within(path, held)
-
-
-def leaves_within(path: PathParts, held: object) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a variable or an attribute at a path, by path; one that holds a pytree has several."""
-    value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
-        yield leaf_path(path, inner), leaf
-
-
-def leaf_path(path: PathParts, inner: KeyPath) -> Path:
-    """The path of a leaf within the value at a path."""
-    return (*map(str, path), *(jax.tree_util.keystr((key,), simple=True) for key in inner))

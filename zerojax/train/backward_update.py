@@ -28,7 +28,7 @@ from zerojax.schedule.layer_update import (
 )
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import without_padding
-from zerojax.train.host_update import encoded_layer
+from zerojax.train.pass_weights import encoded_layer
 from zerojax.train.spec import TrainSpec
 from zerojax.weights import Weight, Weights
 

@@ -15,7 +15,7 @@ tree is right by construction.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,9 @@ from zerojax.train.host_update import updated_by_layers
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums, accumulate, over
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState
+
+if TYPE_CHECKING:
+    from zerojax.train.state import TrainState
 
 Metrics = dict[str, Array]
 REPLICATED = PartitionSpec()
@@ -78,7 +80,7 @@ class Exchange:
 
     spec: TrainSpec
 
-    def passes(self, state: TrainState, batch: Batch, *, in_backward: bool = False) -> Passed:
+    def passes(self, state: "TrainState", batch: Batch, *, in_backward: bool = False) -> Passed:
         """Run the passes of a step, which update stacks if the config says so (``in_backward``)."""
         spec, training = self.spec, self.spec.training
 
@@ -118,7 +120,7 @@ class Exchange:
             shards, own, optimizer, batch
         )
 
-    def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
+    def reads(self, state: "TrainState") -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
         """The arrays of a state that the passes read, and the ones that only the exchange reads.
 
         Returns:
@@ -157,14 +159,14 @@ class Exchange:
         leaves = [leaf for leaf in spec.leaves if leaf.path in gradients]
         return to_tree(stored_blocks(gradients, leaves)), sums, started
 
-    def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
+    def update(self, state: "TrainState", passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``updated``; with an axis of nodes if each node has its own weights."""
         before = Trained(state.params, state.opt_state, state.encoded, state.losses, state.skipped_in_row)
         sums, done = passed.sums, passed.updated
         return updated(self.spec, before, passed.gradients, sums, passed.replicas, done)
 
     def finish(
-        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
+        self, state: "TrainState", passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
     ) -> tuple[dict[str, Any], Metrics]:
         """The fields of the next state, and the metrics.
 

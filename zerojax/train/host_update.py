@@ -27,7 +27,7 @@ from zerojax.sharding.memory import in_host, to_device, to_host, to_memory_of
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
-from zerojax.train.pass_weights import ByPath, with_scales
+from zerojax.train.pass_weights import ByPath, encoded_layer
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights import Weight
 
@@ -228,22 +228,6 @@ def _encode_layer(
     }
     run = on_mesh(encoded_layer, spec.mesh, in_specs=(own, in_node), out_specs=after)
     return run(masters, copies)
-
-
-def encoded_layer(masters: ByPath, replicas: ByPath) -> ByPath:
-    """One layer's weights as their owners send them next, on one device.
-
-    ``masters`` are this device's, in any shape; ``replicas`` are delta's after the passes, or none.
-    """
-    flat = {path: w.replace(w.values.reshape(-1)) for path, w in masters.items()}
-    scaled, replicas = with_scales(flat, replicas)
-    before = {path: copy.values for path, copy in replicas.items()}
-    return {
-        path: dataclasses.replace(
-            w, values=dataclasses.replace(w, replica=before.get(path)).sent(), is_encoded=True
-        )
-        for path, w in scaled.items()
-    }
 
 
 def _of_layer(w: Weight) -> Weight:

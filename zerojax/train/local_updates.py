@@ -25,7 +25,7 @@ of a fragment come to the device before the passes and go back after them.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,9 @@ from zerojax.train.fragment_hops import FragmentHops, Outer, Pieces, Sent
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState
+
+if TYPE_CHECKING:
+    from zerojax.train.state import TrainState
 
 _BY_NODE = PartitionSpec(NODE)
 
@@ -101,7 +103,7 @@ class FragmentExchange(Exchange):
     def _beside_passes(self) -> bool:
         return self.spec.zero.outer_delay > 0
 
-    def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
+    def reads(self, state: "TrainState") -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
         """See ``Exchange``: the passes read the nodes' own weights."""
         places, local = field_specs(self.spec), state.local
         assert local is not None
@@ -150,7 +152,7 @@ class FragmentExchange(Exchange):
         grads, sums = jax.tree.map(lambda x: x[None], (grads, sums))
         return grads, sums, _Exchanged(to_tree(own), {}, outer, reports)
 
-    def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
+    def update(self, state: "TrainState", passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``Exchange``: each node updates its own weights."""
         assert state.local is not None
         update = jax.vmap(functools.partial(updated, self.spec.training), spmd_axis_name=NODE)
@@ -160,7 +162,7 @@ class FragmentExchange(Exchange):
         return update(before, passed.gradients, passed.sums, passed.replicas, passed.updated)
 
     def finish(
-        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
+        self, state: "TrainState", passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
     ) -> tuple[dict[str, Any], Metrics]:
         """See ``Exchange``: mixes the outer weights into the nodes' own.
 

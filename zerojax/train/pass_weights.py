@@ -77,6 +77,22 @@ def with_scales(masters: ByPath, replicas: ByPath) -> tuple[ByPath, ByPath]:
     return scaled, renewed
 
 
+def encoded_layer(masters: ByPath, replicas: ByPath) -> ByPath:
+    """One layer's weights as their owners send them next, on one device.
+
+    ``masters`` are this device's, in any shape; ``replicas`` are delta's after the passes, or none.
+    """
+    flat = {path: w.replace(w.values.reshape(-1)) for path, w in masters.items()}
+    scaled, replicas = with_scales(flat, replicas)
+    before = {path: copy.values for path, copy in replicas.items()}
+    return {
+        path: dataclasses.replace(
+            w, values=dataclasses.replace(w, replica=before.get(path)).sent(), is_encoded=True
+        )
+        for path, w in scaled.items()
+    }
+
+
 def scale_of(peak: Float32[Array, "*layers"], replica: Weight | None) -> Float32[Array, "*layers"]:
     """The scale for fp8 products from the largest magnitude of weights; the replica's scale, if it fits."""
     scale = fp8.scale_for(peak, fp8.E4M3)
