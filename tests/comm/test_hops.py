@@ -27,7 +27,7 @@ from zerojax.sharding import wire_format
 from zerojax.sharding.layout import ParamLayout, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.weights import Weight, to_full, to_secondary
+from zerojax.weights import Weight, beside, to_full, to_secondary
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)
@@ -270,7 +270,7 @@ def test_delta_adds_the_same_difference_everywhere(mesh, stored):
 
     def run(shards: Any, copies: Any) -> Any:
         weights = tuple(Weight(x, leaf, "primary") for x, leaf in zip(shards, leaves, strict=True))
-        fresh = to_secondary(weights, tuple(copy.reshape(-1) for copy in copies))
+        fresh = to_secondary(beside(weights, tuple(copy.reshape(-1) for copy in copies)))
         return [w.values.reshape(copy.shape) for w, copy in zip(fresh, copies, strict=True)]
 
     shards = [owned(wire, w) for wire, w in zip(wires, after, strict=True)]

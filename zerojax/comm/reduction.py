@@ -38,16 +38,13 @@ from jaxtyping import Array, Float, Num
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
 from zerojax.sharding.layers import Place
-from zerojax.sharding.layout import ParamLayout, flatten, unflatten
+from zerojax.sharding.layout import ParamLayout, Values, flatten, unflatten
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
 
 LOCAL_HOP, NODE_HOP, SUMS_HOP = 1, 2, 3
 """Salts for the random bits of a gradient's hops."""
-
-Values = tuple[Num[Array, "..."], ...]
-"""One array per trained parameter of a unit."""
 
 Payload = tuple[Values, ...]
 """Encoded gradients: per chunk and parameter."""

@@ -24,8 +24,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Num, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sum_storage import Stored, Sums
+from zerojax.schedule.sum_storage import Stored
 from zerojax.sharding.layers import Index, layer_at, put_layer
+from zerojax.sharding.layout import Values
 from zerojax.weights import Payloads, Weights
 
 MASTER = ""
@@ -90,7 +91,7 @@ class Updated(NamedTuple):
     squares: Float32[Array, ""]
 
 
-UpdateLayer = Callable[[Sums, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
+UpdateLayer = Callable[[Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
 """Computes a layer's update. The arguments are its gradient sums, its masters and moments, its weights after
 the forward pass, the optimizer's other state, the facts and the sum of squares so far.
 """
@@ -227,7 +228,7 @@ class UpdatedLayers:
         """All weights. The encoded ones are read from the arrays to which updates write."""
         return _read_from(stored.extra.encoded, self._weights)
 
-    def update(self, stored: Stored, sums: Sums, layer: Index) -> Updated:
+    def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
         """Update the layer that was fetched last."""
         carried: _Carried = stored.extra
         sums = _of_all(sums)
@@ -262,11 +263,11 @@ class UpdatedLayers:
         new, held, values = lax.optimization_barrier((new, carried.held, values))
         return stored._replace(extra=replace(carried, held=held)), new, values
 
-    def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
+    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
         """As ``SumStorage.write``."""
         return self.put(stored, self.update(stored, sums, layer), layer)
 
-    def collect(self, stored: Stored, first: Sums | None) -> tuple[LayerState, ...]:
+    def collect(self, stored: Stored, first: Values | None) -> tuple[LayerState, ...]:
         """Update layer 0 by its sums, ``[n]``, if it is not updated yet; returns the sinks' cotangents."""
         carried: _Carried = (stored if first is None else self.write(stored, first, 0)).extra
         return tuple(
@@ -298,13 +299,13 @@ class UpdatedLayers:
 
 
 @jax.custom_batching.custom_vmap
-def _of_all(sums: Sums) -> Sums:
+def _of_all(sums: Values) -> Values:
     """Returns the gradient sums unchanged. Refuses to run under ``vmap``."""
     return sums
 
 
 @_of_all.def_vmap
-def _refuse_mapped(size: int, mapped: list[bool], sums: Sums) -> tuple[Sums, list[bool]]:
+def _refuse_mapped(size: int, mapped: list[bool], sums: Values) -> tuple[Values, list[bool]]:
     del size, mapped, sums
     raise ConfigurationError(
         "the loss maps a Stack over inputs (nnx.vmap), so a layer has several gradients in its backward "

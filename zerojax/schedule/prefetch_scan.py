@@ -37,7 +37,6 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import (
     Flags,
@@ -65,6 +64,7 @@ from zerojax.schedule.unit import (
     take_apart,
 )
 from zerojax.sharding.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
+from zerojax.sharding.layout import Values
 from zerojax.sharding.memory import in_host, to_host
 from zerojax.weights import Fetching, WeightPrefetcher, Weights, to_full
 

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from zerojax.comm.reduction import GradientQueue, GradientReduction, InFlight, Values
+from zerojax.comm.reduction import GradientQueue, GradientReduction, InFlight
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
 from zerojax.schedule.unit import Arrays, Sinks, Unit
 from zerojax.sharding.layers import Index, Order, Place, by_dma, over_layers, uncut
+from zerojax.sharding.layout import Values
 from zerojax.sharding.memory import in_host
 from zerojax.weights import Fetching, WeightPrefetcher, Weights, gradients_of, to_full
 

@@ -16,15 +16,13 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Num, PyTree, UInt
 
 from zerojax.sharding.layers import Index, put_layer
+from zerojax.sharding.layout import Values
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.
 _UNSIGNED = {1: jnp.dtype(jnp.uint8), 2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp.uint32)}
 _WORD = 4
 """Bytes of the units in which residuals are divided among parameters."""
-
-Sums = tuple[Float32[Array, "..."], ...]
-"""Gradient sums: one array per trained parameter."""
 
 
 class _Piece(NamedTuple):
@@ -68,7 +66,7 @@ class SumStorage:
     (``Stored``).
     """
 
-    def __init__(self, residuals: PyTree[Array], sinks: Sums, rows: int, dtypes: Sequence[jnp.dtype]) -> None:
+    def __init__(self, residuals: PyTree[Array], sinks: Values, rows: int, dtypes: Sequence[jnp.dtype]) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
         There are ``rows`` stacked residuals. ``sinks`` have the shape of the sums, fp32 ``[layers, n]``.
@@ -101,7 +99,7 @@ class SumStorage:
         extra = tuple(lax.empty((self._rows, size), dtype) for dtype, size in self._extra.items())
         return Stored(residuals, extra)
 
-    def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
+    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
         """Write the sums of one layer, fp32. Layer 0 has no place if there is one row less than layers."""
         arrays, structure = jax.tree.flatten(stored)
         for x, dtype, pieces in zip(sums, self._dtypes, self._pieces, strict=True):
@@ -114,7 +112,7 @@ class SumStorage:
                 arrays[array] = lax.bitcast_convert_type(new.reshape(old.shape), old.dtype)
         return jax.tree.unflatten(structure, arrays)
 
-    def collect(self, stored: Stored, first: Sums | None) -> Sums:
+    def collect(self, stored: Stored, first: Values | None) -> Values:
         """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, if not written."""
         # Else the compiler would compute the last writes again, element by element, in all that reads a sum.
         arrays = jax.tree.leaves(lax.optimization_barrier(stored))
@@ -151,7 +149,7 @@ class SeparateSums:
     that copy.
     """
 
-    def __init__(self, sinks: Sums) -> None:
+    def __init__(self, sinks: Values) -> None:
         """Take arrays of the sums' shape, fp32 ``[layers, n]``."""
         self._sinks = sinks
 
@@ -159,11 +157,11 @@ class SeparateSums:
         """As ``SumStorage.start``."""
         return Stored(residuals, tuple(lax.empty(sink.shape, jnp.float32) for sink in self._sinks))
 
-    def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
+    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
         """As ``SumStorage.write``."""
         return stored._replace(extra=put_layer(stored.extra, sums, layer))
 
-    def collect(self, stored: Stored, first: Sums | None) -> Sums:
+    def collect(self, stored: Stored, first: Values | None) -> Values:
         """As ``SumStorage.collect``."""
         return stored.extra if first is None else put_layer(stored.extra, first, 0)
 

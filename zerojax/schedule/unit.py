@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.comm.reduction import GradientReduction, Values
+from zerojax.comm.reduction import GradientReduction
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.matmul.low_rank import LowRankOperand, with_adapters
@@ -32,7 +32,7 @@ from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.transforms import Pullback, holding, partition, pullback, split_arrays
 from zerojax.schedule.user_code import read_outside
-from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.layout import ParamLayout, Values
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy

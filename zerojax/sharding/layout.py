@@ -45,6 +45,9 @@ from zerojax.sharding.wire_format import E4M3, Codec
 from zerojax.zero_config.config import NF4, NF4_BLOCK, PerHop, ZeroConfig
 from zerojax.zero_config.options import Rounding
 
+Values = tuple[Num[Array, "..."], ...]
+"""One array for each trained parameter of a unit: its gradient, a sum of them, or a part of the weight."""
+
 
 @dataclass(frozen=True)
 class ParamShape:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, PyTree
 
-from zerojax.comm.reduction import Values
 from zerojax.optim.layerwise import places
 from zerojax.schedule.layer_update import (
     MASTER,
@@ -26,6 +25,7 @@ from zerojax.schedule.layer_update import (
     as_encoded,
     as_floats,
 )
+from zerojax.sharding.layout import Values
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import without_padding
 from zerojax.train.pass_weights import encoded_layer

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.comm.reduction import GradientReduction, Values
+from zerojax.comm.reduction import GradientReduction
 from zerojax.sharding.layers import layer_at, put_layer
-from zerojax.sharding.layout import ParamLayout, in_a_row, to_stored
+from zerojax.sharding.layout import ParamLayout, Values, in_a_row, to_stored
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix

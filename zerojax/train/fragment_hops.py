@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from zerojax.comm.coalesced import Arrived, exchange_together
-from zerojax.comm.reduction import GradientReduction, Values
+from zerojax.comm.reduction import GradientReduction
+from zerojax.sharding.layout import Values
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.wire_format import Seed
