@@ -192,12 +192,9 @@ def _node_hop(weights: Weights) -> AbstractContextManager[object]:
 
 
 def encode(weights: Weights) -> Payloads:
-    """Encode the weights at "primary" for the node hop, with delta as differences from their replicas.
-
-    On one node, which has no node hop, they are encoded in the local format.
-    """
+    """Encode the weights that cross nodes, with delta as differences from their replicas."""
     with _node_hop(weights):
-        return tuple(w.sent() for w in weights if w.level == "primary" and not w.layout.in_every_node)
+        return tuple(w.sent() for w in weights if w.crosses_nodes)
 
 
 def cross_nodes(weights: Weights, payloads: Payloads, *, separate_stream: bool = False) -> Payloads:
@@ -208,11 +205,14 @@ def cross_nodes(weights: Weights, payloads: Payloads, *, separate_stream: bool =
 
 
 def decode(weights: Weights, arrived: Payloads) -> Weights:
-    """The weights, with the ones at "primary" replaced by the secondary partitions that have arrived."""
+    """The weights, with the ones at "primary" replaced by their secondary partitions.
+
+    ``arrived`` are the payloads of the weights that have crossed nodes. The others are encoded here.
+    """
     payloads = iter(arrived)
     with _node_hop(weights):
         return tuple(
-            w.arrived(w.sent() if w.layout.in_every_node else next(payloads)) if w.level == "primary" else w
+            w.arrived(next(payloads) if w.crosses_nodes else w.sent()) if w.level == "primary" else w
             for w in weights
         )
 
@@ -220,9 +220,7 @@ def decode(weights: Weights, arrived: Payloads) -> Weights:
 def to_secondary(weights: Weights) -> Weights:
     """Bring the weights at "primary" to secondary partitions; the others stay as they are."""
     payloads = encode(weights)
-    if any(w.crosses_nodes for w in weights):
-        payloads = cross_nodes(weights, payloads)
-    return decode(weights, payloads)
+    return decode(weights, cross_nodes(weights, payloads) if payloads else ())
 
 
 @jax.named_scope("gather_exact")
