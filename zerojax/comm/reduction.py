@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Num
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
 from zerojax.sharding.layers import Place
-from zerojax.sharding.layout import ParamLayout, Values, flatten, unflatten
+from zerojax.sharding.layout import ParamLayout, Values, flatten
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
@@ -329,7 +329,7 @@ class GradientReduction:
 
     @jax.named_scope("all_gather_sum")
     def all_gather_sum(self, sums: Values) -> Values:
-        """Replicate the owners' sums: the second half of stage 0's all-reduce.
+        """Replicate the owners' sums, flat and padded: the second half of stage 0's all-reduce.
 
         The sums stay in the wire's raw format, which saves memory; the optimizer widens them as it reads.
         """
@@ -337,7 +337,7 @@ class GradientReduction:
         # In the order of the blocks, l * nodes + n: nothing is transposed.
         for axis in (NODE, LOCAL):
             rows = [x.reshape(-1) for x in gather_together([x.reshape(-1) for x in rows], axis)]
-        return tuple(unflatten(x, leaf) for x, leaf in self._each(rows))
+        return tuple(rows)
 
     def _each(self, values: Sequence[Array]) -> "zip[tuple[Array, ParamLayout]]":
         """Pairs of an array in ``values`` and its layout."""

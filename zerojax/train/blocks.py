@@ -11,7 +11,7 @@ from jaxtyping import Array, Num
 
 from zerojax.comm.reduction import GradientReduction
 from zerojax.sharding.layers import layer_at, put_layer
-from zerojax.sharding.layout import ParamLayout, Values, in_a_row, to_stored
+from zerojax.sharding.layout import ParamLayout, Values, in_a_row
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
@@ -59,25 +59,18 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     Returns:
         The sums over all devices, stored like the parameters; and the next residuals.
     """
-    strategy = spec.strategy
-    if strategy.grad_level == "primary":
-        if not strategy.sums_in_pass:
-            grads, residual = _to_all_nodes(spec, grads, residual, seed)
-        return _all_without_padding(spec, grads), residual
-    if strategy.grad_level == "secondary":
-        grads, residual = _take_hop(spec, GradientReduction.reduce_node, grads, residual, seed)
-        grads, residual = _to_all_nodes(spec, grads, residual, seed)
-        return _all_without_padding(spec, grads), _all_without_padding(spec, residual, LOCAL)
 
     def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
         sums = reduction.reduce(whole, own)
         return reduction.all_gather_sum(sums) if spec.zero.stage == 0 else sums
 
-    sums = reduce_by_group(spec, reduce, grads, seed=seed)
-    if spec.zero.stage == 0:
-        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
-        return flat_blocks(stored, spec.leaves), residual
-    return _all_without_padding(spec, sums), residual
+    if spec.strategy.grad_level == "full":
+        grads = reduce_by_group(spec, reduce, grads, seed=seed)
+    elif spec.strategy.grad_level == "secondary":
+        grads, residual = _take_hop(spec, GradientReduction.reduce_node, grads, residual, seed)
+    if not spec.strategy.sums_in_pass:
+        grads, residual = _to_all_nodes(spec, grads, residual, seed)
+    return _all_without_padding(spec, grads), _all_without_padding(spec, residual, LOCAL)
 
 
 def _all_without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:
