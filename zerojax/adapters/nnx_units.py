@@ -158,8 +158,9 @@ class Stack(nnx.Module):
         if weights and all(is_gathered(weight) for weight in weights):
             x, after = scan_units(Order(self.order), kinds, x, arrays)
             for block, (weights, state) in zip(blocks, after, strict=True):
-                # Like state: the next call begins with them, and the step finds them in the model.
-                nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
+                if weights is not None:
+                    # Like state: the next call begins with them, and the step finds them in the model.
+                    nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
                 nnx.update(block, state)
             return x
         x, states = _run_whole(Order(self.order), kinds, x, arrays)

@@ -104,14 +104,14 @@ class Scanned(NamedTuple):
 
 def scan_units(
     order: Order, kinds: Sequence[Scanned], x: Arrays, shared: Arrays
-) -> tuple[Arrays, list[tuple[list[Sharded], Arrays]]]:
+) -> tuple[Arrays, list[tuple[list[Sharded] | None, Arrays]]]:
     """Run the layers in their order.
 
     ``x`` are floating-point activations, whose shapes and dtypes every layer keeps. Every layer receives
     ``shared``.
 
     Returns:
-        The last layer's ``x``; and for each kind its weights, with which the next call begins, and its state.
+        The last layer's ``x``; and for each kind its weights, if the scan changed them, and its state.
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
     bodies = tuple(map(_with_seeds, kinds))
@@ -139,8 +139,10 @@ def scan_units(
     return x, [(weights, state) for weights, (_, state) in zip(left, states, strict=True)]
 
 
-def _left(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array]) -> list[Sharded]:
-    """The weights of a kind after the scan: with refreshed replicas, and with the probe in the first one."""
+def _left(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array]) -> list[Sharded] | None:
+    """The weights of a kind with refreshed replicas, and the probe in the first one; None without either."""
+    if not (refreshed or probe):
+        return None
     replicas = {w.layout.path: w for w in refreshed}
     first, *others = (weight.updated(replicas) for weight in weights)
     return [replace(first, probe=probe[0]) if probe else first, *others]
