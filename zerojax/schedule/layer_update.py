@@ -75,25 +75,12 @@ class Facts(NamedTuple):
     taken: Float32[Array, ""]
 
 
-class Updated(NamedTuple):
-    """The update of one layer.
-
-    Attributes:
-        held: as in ``LayerState``, for each weight.
-        encoded: for each weight.
-        scales: for each weight; None where it has none.
-        squares: the sum of squares so far.
-    """
-
-    held: Sequence[dict[str, Array]]
-    encoded: Payloads
-    scales: Sequence[Float32[Array, ""] | None]
-    squares: Float32[Array, ""]
-
-
-UpdateLayer = Callable[[Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
+UpdateLayer = Callable[
+    [Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], list[LayerState]
+]
 """Computes a layer's update. The arguments are its gradient sums, its masters and moments, its weights after
-the forward pass, the optimizer's other state, the facts and the sum of squares so far.
+the forward pass, the optimizer's other state, the facts and the sum of squares so far. The results have no
+axis of layers. Bytes of encoded weights stay bytes, and all results have the sum of squares up to this layer.
 """
 
 
@@ -204,11 +191,11 @@ class UpdatedLayers:
         self._sinks, self._weights, self._update, self._zero = sinks, weights, update, zero
         self._facts = Facts(*facts)
         self._last = sinks[0].encoded.shape[0] - 1
-        self._first = _read_first(_flat([sink.held for sink in sinks]))
+        self._first = _read_first(_flat(sinks))
 
     def start(self, residuals: PyTree[Array]) -> Stored:
         """Like ``SumStorage.start``. Fetches the last layer, and for half of the stacks the one before."""
-        held = _flat([sink.held for sink in self._sinks])
+        held = _flat(self._sinks)
         here = {
             key: [
                 layer_at(x, self._copied(layer))
@@ -228,7 +215,7 @@ class UpdatedLayers:
         """All weights. The encoded ones are read from the arrays to which updates write."""
         return _read_from(stored.extra.encoded, self._weights)
 
-    def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
+    def update(self, stored: Stored, sums: Values, layer: Index) -> list[LayerState]:
         """Update the layer that was fetched last."""
         carried: _Carried = stored.extra
         sums = _of_all(sums)
@@ -236,13 +223,13 @@ class UpdatedLayers:
         weights = layer_at(self._weights[: len(here)], layer)
         return self._update.run(sums, here, weights, self._update.counters, self._facts, carried.squares)
 
-    def put(self, stored: Stored, new: Updated, layer: Index) -> Stored:
+    def put(self, stored: Stored, new: list[LayerState], layer: Index) -> Stored:
         """After the update of a layer, store or fetch the layers that are due beside it."""
         carried: _Carried = stored.extra
         if isinstance(layer, int) and layer == 0:
             return stored._replace(extra=self._finished(carried, new))
         held, here, pending = dict(carried.held), {}, {}
-        for key, x in _flat(new.held).items():
+        for key, x in _flat(new).items():
             rest, updated = carried.here[key][1:], [*carried.pending[key], x]
             if (key in self._first) == carried.reads:
                 ahead = [at for at in (layer - 1, layer - 2) if not isinstance(at, int) or at >= 0]
@@ -257,7 +244,9 @@ class UpdatedLayers:
         now = replace(sent, held=held, here=here, pending=pending, reads=not carried.reads)
         return stored._replace(extra=now)
 
-    def after[T: PyTree[Array]](self, stored: Stored, new: Updated, values: T) -> tuple[Stored, Updated, T]:
+    def after[T: PyTree[Array]](
+        self, stored: Stored, new: list[LayerState], values: T
+    ) -> tuple[Stored, list[LayerState], T]:
         """Returns its arguments unchanged. ``values`` wait for the update, and copies wait for ``values``."""
         carried: _Carried = stored.extra
         new, held, values = lax.optimization_barrier((new, carried.held, values))
@@ -280,11 +269,11 @@ class UpdatedLayers:
             for k, sink in enumerate(self._sinks)
         )
 
-    def _finished(self, carried: _Carried, new: Updated) -> _Carried:
+    def _finished(self, carried: _Carried, new: list[LayerState]) -> _Carried:
         """The carry at the end: layer 0 is updated, and all pending layers are stored."""
         held = {
             key: _put_last(carried.held[key], [*carried.pending[key], x], self._zero)
-            for key, x in _flat(new.held).items()
+            for key, x in _flat(new).items()
         }
         return replace(self._sent(carried, new, 0), held=held)
 
@@ -292,10 +281,10 @@ class UpdatedLayers:
         """The index of a layer in a form for which copies from or to host memory are made by DMA."""
         return layer + self._zero if isinstance(layer, int) else layer
 
-    def _sent(self, carried: _Carried, new: Updated, layer: Index) -> _Carried:
-        encoded = put_layer(carried.encoded, tuple(new.encoded), layer)
-        scales = put_layer(carried.scales, tuple(new.scales), layer)
-        return replace(carried, encoded=encoded, scales=scales, squares=new.squares)
+    def _sent(self, carried: _Carried, new: list[LayerState], layer: Index) -> _Carried:
+        encoded = put_layer(carried.encoded, tuple(own.encoded for own in new), layer)
+        scales = put_layer(carried.scales, tuple(own.scale for own in new), layer)
+        return replace(carried, encoded=encoded, scales=scales, squares=new[0].squares)
 
 
 @jax.custom_batching.custom_vmap
@@ -337,8 +326,8 @@ def _put_last(stack: Array, layers: Sequence[Array], last: Index) -> Array:
     return put_layer(stack, jnp.stack(layers[::-1]), last)
 
 
-def _flat(held: Sequence[dict[str, Array]]) -> _Held:
-    return {(k, key): x for k, of_weight in enumerate(held) for key, x in of_weight.items()}
+def _flat(states: Sequence[LayerState]) -> _Held:
+    return {(k, key): x for k, state in enumerate(states) for key, x in state.held.items()}
 
 
 def _read_first(held: _Held) -> set[_Key]:

@@ -21,7 +21,6 @@ from zerojax.schedule.layer_update import (
     Facts,
     LayerState,
     LayerUpdate,
-    Updated,
     as_encoded,
     as_floats,
 )
@@ -99,7 +98,7 @@ def _updated(
     counters: dict[str, Array],
     facts: Facts,
     squares: Float32[Array, ""],
-) -> Updated:
+) -> list[LayerState]:
     """See ``zerojax.schedule.layer_update.UpdateLayer``."""
     optimizer = spec.layerwise
     assert optimizer is not None
@@ -137,5 +136,5 @@ def _updated(
         leaf.path: dataclasses.replace(w, layout=leaf) for leaf, w in zip(leaves, weights, strict=True)
     }
     sent = encoded_layer(masters, replicas if spec.zero.weights_delta else {})
-    each = [sent[leaf.path] for leaf in leaves]
-    return Updated(held, tuple(w.values for w in each), [w.scale for w in each], squares)
+    found = zip(held, (sent[leaf.path] for leaf in leaves), strict=True)
+    return [LayerState(own, w.values, w.scale, squares) for own, w in found]

@@ -222,17 +222,14 @@ def updated(
         ok &= ~spike
         losses = spec.spikes.add(losses, loss, ok)
         metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
-    params, opt_state, encoded = before.params, before.opt_state, before.encoded
     if spec.streams:
-        params, opt_state, encoded = updated_by_layers(
-            spec, ok, gradients, tokens, opt_state, params, encoded, replicas, done
-        )
+        params, opt_state, encoded = updated_by_layers(spec, ok, gradients, tokens, before, replicas, done)
     else:
         with jax.named_scope("optimizer"):
-            updates, opt_state = spec.tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            updates, opt_state = spec.tx.update(grads, before.opt_state, before.params)
+            params = optax.apply_updates(before.params, updates)
         params = unless_skipped(ok, params, before.params)
-        opt_state = unless_skipped(ok, opt_state, before.opt_state)
+        opt_state, encoded = unless_skipped(ok, opt_state, before.opt_state), before.encoded
     in_row = jnp.where(ok, 0, before.skipped_in_row + 1)
     after = Trained(params, opt_state, encoded, losses, in_row)
     return after, ok, metrics | {"skipped": 1 - ok.astype(jnp.int32), "skipped_in_row": in_row}

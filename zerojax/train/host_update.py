@@ -26,7 +26,7 @@ from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.memory import in_host, to_device, to_host, to_memory_of
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
-from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
+from zerojax.train.fields import Trained, abstract_encoded, shardings_of, specs_of
 from zerojax.train.pass_weights import ByPath, encoded_layer
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights import Weight
@@ -43,9 +43,7 @@ def updated_by_layers(
     ok: Bool[Array, ""],
     sums: PyTree[Array],
     tokens: Float32[Array, ""],
-    opt_state: PyTree[Array],
-    params: PyTree[Array],
-    encoded: ByPath,
+    before: Trained,
     replicas: ByPath,
     done: Mapping[Path, LayerState],
 ) -> tuple[PyTree[Array], PyTree[Array], ByPath]:
@@ -56,9 +54,8 @@ def updated_by_layers(
         ok: whether the step is taken.
         sums: gradients summed over all tokens, stored like the weights, on the device.
         tokens: the number of tokens.
-        opt_state: the optimizer's state, its moments in either memory.
-        params: the master weights, in either memory.
-        encoded: the previous encoded weights, whose memory the new ones take; empty if passes read masters.
+        before: the fields before the step. Master weights and moments are in either memory; the new encoded
+            weights take the memory of the previous ones.
         replicas: delta's replicas after the passes; or empty.
         done: the arrays that the backward pass has updated, which have no entry in ``sums``.
 
@@ -70,8 +67,8 @@ def updated_by_layers(
     """
     optimizer = spec.layerwise
     assert optimizer is not None
-    before, masters, gradients = places(opt_state), from_tree(params), from_tree(sums)
-    counters = {place: x for place, x in before.items() if place not in optimizer.moments}
+    state, masters, gradients = places(before.opt_state), from_tree(before.params), from_tree(sums)
+    counters = {place: x for place, x in state.items() if place not in optimizer.moments}
     with jax.named_scope("optimizer"):
         reduced = optimizer.reduce(jax.tree.map(lambda x: x / tokens, sums), counters)
         others = {place: jnp.where(ok, x, counters[place]) for place, x in reduced.others.items()}
@@ -91,13 +88,13 @@ def updated_by_layers(
                 new |= {("state", place): x for place, x in moments.items()}
                 return {place: jnp.where(ok, x, have[place]) for place, x in new.items()}
 
-        return _over_layers(spec, group, stored, encoded, replicas, update)
+        return _over_layers(spec, group, stored, before.encoded, replicas, update)
 
     def stored_of(group: ParamGroup) -> _Stored:
         mine = [leaf.path for leaf in group.leaves]  # in order: every process traces the same program
         stored: _Stored = {("params", *path): masters[path] for path in mine}
         return stored | {
-            ("state", place): before[place] for place, path in optimizer.moments.items() if path in mine
+            ("state", place): state[place] for place, path in optimizer.moments.items() if path in mine
         }
 
     stored, fresh = _over_groups(spec, stored_of, updated, begin=ok, skip=spec.updated_in_backward)
@@ -106,8 +103,8 @@ def updated_by_layers(
     for path, own in done.items():
         weights[path] = own.held[MASTER]
         moments |= {place: x for place, x in own.held.items() if place != MASTER}
-        fresh[path] = dataclasses.replace(encoded[path], values=own.encoded, scale=own.scale)
-    return to_tree(weights), with_places(opt_state, others | moments), fresh
+        fresh[path] = dataclasses.replace(before.encoded[path], values=own.encoded, scale=own.scale)
+    return to_tree(weights), with_places(before.opt_state, others | moments), fresh
 
 
 def first_encoded(spec: TrainSpec, params: PyTree[Array], replicas: ByPath) -> ByPath:
