@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
@@ -168,39 +168,47 @@ class _Layers:
     bodies: tuple[Body, ...]
 
 
-_Run = Callable[[Weights, Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Pullback | None]]
-"""Runs a layer: ``run(whole, x, state, shared) -> (x, state, residual)``."""
+def _run_of(body: Body, *, keeping: bool) -> "_Run":
+    """The function that runs a layer of a kind: ``run(whole, x, state, shared) -> (x, state, residual)``.
 
-
-def _run_of(body: Body, *, keeping: bool) -> _Run:
-    """The layers of a kind, traced once: without residual, or ``keeping`` the body's vjp as the residual.
-
-    Arrays that all layers share, or that are gathered again, are taken out of the residual.
+    ``keeping`` says whether the residual is the body's vjp or None. Arrays that all layers share, or that are
+    gathered again, are taken out of it.
     """
 
-    def run(
-        whole: Weights, x: Arrays, state: Arrays, shared: Arrays
-    ) -> tuple[Arrays, Arrays, Pullback | None]:
+    def run(whole: Weights, x: Arrays, state: Arrays, shared: Arrays) -> _Ran:
         if not keeping:
             return *body(whole, x, state, shared), None
         (x, after), vjp = pullback(body, whole, x, state, shared)
         _, own_x, own_state, _ = vjp.args_res
         return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
 
-    return _traced_once(run)
+    return _TracedOnce(run)
 
 
-def _traced_once[*Args, T: PyTree[Array]](function: Callable[[*Args], T]) -> Callable[[*Args], T]:
+@dataclass(eq=False)
+class _TracedOnce[*Args, T: PyTree[Array]]:
     """A pure function that is traced once, for the first arguments it gets."""
-    traced: list[tuple[ClosedJaxpr, T]] = []
 
-    def run(*args: *Args) -> T:
-        if not traced:
-            traced.append(jax.make_jaxpr(function, return_shape=True)(*args))
-        program, shapes = traced[0]
-        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
+    function: Callable[[*Args], T]
+    _traced: tuple[Callable[..., list[Array]], T] | None = None
 
-    return run
+    def __call__(self, *args: *Args) -> T:
+        """Run the traced function."""
+        self.shapes(*args)
+        assert self._traced is not None
+        call, shapes = self._traced
+        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
+
+    def shapes(self, *args: *Args) -> T:
+        """ShapeDtypeStructs in place of the arrays that the function returns."""
+        if self._traced is None:
+            closed, shapes = jax.make_jaxpr(self.function, return_shape=True)(*args)
+            self._traced = jaxpr_as_fun(closed), shapes
+        return self._traced[1]
+
+
+_Ran = tuple[Arrays, Arrays, Pullback | None]
+_Run = _TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -292,7 +300,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         # Filled in place by hand: lax.scan would stack the results of its iterations, but not of peeled ones.
         kind, count = place.kind, order.counts[place.kind]
         rows = count - order.uniform
-        _, new, residual = jax.eval_shape(runs[kind], whole, x, place.of(state), shared)
+        _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)
         pieces = jax.eval_shape(cut, residual)
         on_host = pieces_away(pieces) if strategy.residuals_in_host else ()
         kept = kept_of(secondary, kind)
