@@ -135,11 +135,11 @@ def scan_units(
     run = with_batching_rule(in_breadth, functools.partial(_scan, _Layers(order, bodies)))
     states = tuple((own, kind.state) for own, kind in zip(seeds, kinds, strict=True))
     x, states, refreshed, probes = run(ScanArgs(units, x, states, shared))
-    left = [_left(kind.weights, *own) for kind, *own in zip(kinds, refreshed, probes, strict=True)]
+    left = [_changed(kind.weights, *own) for kind, *own in zip(kinds, refreshed, probes, strict=True)]
     return x, [(weights, state) for weights, (_, state) in zip(left, states, strict=True)]
 
 
-def _left(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array]) -> list[Sharded] | None:
+def _changed(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array]) -> list[Sharded] | None:
     """The weights of a kind with refreshed replicas, and the probe in the first one; None without either."""
     if not (refreshed or probe):
         return None

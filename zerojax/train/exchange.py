@@ -213,7 +213,9 @@ def updated(
     tokens, loss = sums.tokens, sums.loss / sums.tokens
     grads = jax.tree.map(lambda x: x / tokens, gradients)
     squares = optax.tree.norm(grads, squared=True)
-    grad_norm, losses = jnp.sqrt(sum((own.squares for own in done.values()), squares)), before.losses
+    if done:
+        squares = squares + sum(own.squares for own in done.values())
+    grad_norm, losses = jnp.sqrt(squares), before.losses
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     metrics: dict[str, Array] = {"grad_norm": grad_norm}
     if spec.spikes is not None:
