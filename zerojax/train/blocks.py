@@ -54,11 +54,12 @@ def without_padding(
 def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
     """Send gradients over the hops that are made once per step.
 
-    ``grads`` are sums at ``grad_level``. ``residual`` is ``[.., secondary]`` with error feedback, else empty.
+    ``grads`` are sums at ``grad_level``. ``residual`` is stored, with error feedback, else empty.
 
     Returns:
-        The sums over all devices, stored like the parameters; and the next residuals.
+        The sums over all devices, stored like the parameters; and the next residuals, stored.
     """
+    lost = flat_blocks(residual, spec.leaves) if residual else {}
 
     def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
         sums = reduction.reduce(whole, own)
@@ -67,10 +68,12 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     if spec.strategy.grad_level == "full":
         grads = reduce_by_group(spec, reduce, grads, seed=seed)
     elif spec.strategy.grad_level == "secondary":
-        grads, residual = _take_hop(spec, GradientReduction.reduce_node, grads, residual, seed)
+        grads, lost = _take_hop(spec, GradientReduction.reduce_node, grads, lost, seed)
     if not spec.strategy.sums_in_pass:
-        grads, residual = _to_all_nodes(spec, grads, residual, seed)
-    return _all_without_padding(spec, grads), _all_without_padding(spec, residual, LOCAL)
+        grads, lost = _to_all_nodes(spec, grads, lost, seed)
+    grads, lost = _all_without_padding(spec, grads), _all_without_padding(spec, lost, LOCAL)
+    leaves = [leaf for leaf in spec.leaves if leaf.path in grads]
+    return stored_blocks(grads, leaves), {path: x.reshape(residual[path].shape) for path, x in lost.items()}
 
 
 def _all_without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:

@@ -29,7 +29,7 @@ from zerojax.schedule.layer_update import LayerState
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.backward_update import OptimizerShards, layer_states, layer_update
 from zerojax.train.batch import Batch, batch_specs
-from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks, to_owners
+from zerojax.train.blocks import Blocks, to_owners
 from zerojax.train.fields import Shards, Trained, field_specs, shard_specs
 from zerojax.train.host_update import updated_by_layers
 from zerojax.train.pass_weights import ByPath
@@ -96,12 +96,10 @@ class Exchange:
                     spec, shards.params, shards.encoded, optimizer.moments, squares=jnp.float32(0)
                 )
             grads, updated, outcome = accumulate(training, shards, batch, states, rule)
-            lost = flat_blocks(residual, training.leaves) if residual else {}
-            grads, kept = to_owners(training, grads, lost, seed)
+            grads, residual = to_owners(training, grads, residual, seed)
             gradients, sums, exchanged = self.arrive(started, grads, outcome.sums)
-            kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
-            replicas = outcome.replicas if spec.zero.weights_delta else {}
-            return Passed(gradients, sums, updated, outcome.model_state, replicas, kept, exchanged)
+            replicas, lost = outcome.replicas if spec.zero.weights_delta else {}, to_tree(residual)
+            return Passed(gradients, sums, updated, outcome.model_state, replicas, lost, exchanged)
 
         (shards, own), (shard_places, own_places) = self.reads(state)
         entering, optimizer, results = (), (), self.results()
@@ -148,16 +146,13 @@ class Exchange:
 
         Args:
             started: as ``start`` returns it.
-            gradients: their sums over all tokens at this device.
+            gradients: their sums over all tokens at this device, stored.
             sums: over this device's tokens.
 
         Returns:
             ``gradients``, ``sums`` and ``exchanged`` of ``Passed``.
         """
-        spec = self.spec.training
-        sums = over(spec.world.axes, sums)
-        leaves = [leaf for leaf in spec.leaves if leaf.path in gradients]
-        return to_tree(stored_blocks(gradients, leaves)), sums, started
+        return to_tree(gradients), over(self.spec.training.world.axes, sums), started
 
     def update(self, state: "TrainState", passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``updated``; with an axis of nodes if each node has its own weights."""
