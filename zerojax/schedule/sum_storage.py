@@ -51,7 +51,7 @@ class Stored(NamedTuple):
     """
 
     residuals: PyTree[Array]
-    extra: tuple[Float[Array, "layers n"], ...]
+    extra: PyTree[Float[Array, "layers n"]]
 
 
 class SumStorage:
@@ -66,7 +66,9 @@ class SumStorage:
     (``Stored``).
     """
 
-    def __init__(self, residuals: PyTree[Array], sinks: Values, rows: int, dtypes: Sequence[jnp.dtype]) -> None:
+    def __init__(
+        self, residuals: PyTree[Array], sinks: Values, rows: int, dtypes: Sequence[jnp.dtype]
+    ) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
         There are ``rows`` stacked residuals. ``sinks`` have the shape of the sums, fp32 ``[layers, n]``.
