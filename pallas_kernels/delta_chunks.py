@@ -71,10 +71,6 @@ def delta_rule(
 
 
 def _computed(name: str, *args: jax.Array | None) -> tuple[jax.Array, ...]:
-    log_decay = args[3]
-    assert log_decay is not None
-    if log_decay.ndim == 4:
-        return getattr(specification, name)(*args)
     return dispatch(name, *args, specification=specification)
 
 

@@ -511,7 +511,7 @@ def delta_rule(
     """See ``pallas_kernels.delta_chunks``."""
     if not _has_delta_rule(value, state):
         return None
-    launch = _DeltaRule(query, value, beta)
+    launch = _DeltaRule(query, value, log_decay, beta)
     scores, _, written, removed, *factors = launch.prepare(
         query, key, value, log_decay, documents, keep=False
     )
@@ -523,7 +523,7 @@ def delta_rule(
         state,
     )
     (out,) = launch.over_chunks(
-        delta_chunks.read_kernel, (query, scores, reads, wrote, before), (_like(value),)
+        delta_chunks.read_kernel, (query, scores, reads, wrote, before), (_like(value),), **launch.by_channel
     )
     return out, before, last
 
@@ -535,7 +535,7 @@ def delta_rule_backward(
     """See ``pallas_kernels.delta_chunks``."""
     if not _has_delta_rule(value, state):
         return None
-    launch = _DeltaRule(query, value, beta)
+    launch = _DeltaRule(query, value, log_decay, beta)
     scores, inverse, written, removed, *factors = launch.prepare(
         query, key, value, log_decay, documents, keep=True
     )
@@ -545,12 +545,13 @@ def delta_rule_backward(
         (_like(written), launch.states(state), _like(state)),
         state,
     )
-    of_decay = jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=(-2, -1))
+    over = -1 if launch.channels else (-2, -1)
+    of_decay = jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=over)
     of_keys = jax.ShapeDtypeStruct((*value.shape[:3], key.shape[3]), value.dtype)
     of_query, of_key, of_removed, of_total = launch.over_chunks(
         delta_chunks.read_gradient_kernel,
         (query, key, log_decay, documents, written, removed, before, of_out, of_wrote, of_after, of_decay),
-        (of_keys, of_keys, _like(removed), _like(factors[0])),
+        (of_keys, of_keys, _like(removed), launch.of_total),
         **launch.constants,
     )
     of_key, of_value, of_log_decay, of_beta = launch.over_chunks(
@@ -559,7 +560,7 @@ def delta_rule_backward(
             *(key, value, log_decay, launch.beta(log_decay), documents, inverse, written, removed),
             *(of_wrote, of_removed, of_key, of_total),
         ),
-        (of_keys, _like(value), _like(log_decay), _like(log_decay)),
+        (of_keys, _like(value), _like(log_decay), jax.ShapeDtypeStruct(value.shape[:3], jnp.float32)),
         **launch.constants,
     )
 
@@ -575,12 +576,18 @@ def delta_rule_backward(
 class _DeltaRule:
     """Launches the kernels for rows of queries, keys and values."""
 
-    def __init__(self, query: jax.Array, value: jax.Array, beta: jax.Array | None) -> None:
+    def __init__(
+        self, query: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None
+    ) -> None:
         (batch, time, key_heads, dim), (*_, heads, width) = query.shape, value.shape
         self.dtype, self.rows, self.chunks = value.dtype, batch * heads, time // delta_chunks_reference.CHUNK
         self.sizes = {"HEADS": heads, "KEY_HEADS": key_heads, "DIM": dim, "VALUE_DIM": width}
         self.exact, self._beta = self.dtype == jnp.float32, beta
-        self.constants = {"EXACT": self.exact, "DELTA": beta is not None}
+        self.channels = log_decay.ndim == 4
+        self.by_channel = {"CHANNELS": self.channels}
+        self.constants = {"EXACT": self.exact, "DELTA": beta is not None, **self.by_channel}
+        tokens, each = delta_chunks_reference.CHUNK, [dim] if self.channels else []
+        (self.of_total,) = self._of_chunks(((tokens, *each), jnp.float32))
 
     def beta(self, log_decay: jax.Array) -> jax.Array:
         """Beta; if the rule has none, some array, which no kernel reads."""
@@ -593,9 +600,11 @@ class _DeltaRule:
         """All chunks' scores, inverses (if ``keep``), ``written``, ``removed`` and factors."""
         tokens, fp32, delta = delta_chunks_reference.CHUNK, jnp.float32, self._beta is not None
         square, dim, width = (tokens, tokens), self.sizes["DIM"], self.sizes["VALUE_DIM"]
-        each = ((tokens,), fp32), ((tokens,), fp32), ((), fp32)
-        inverse = square if keep and delta else ()  # () is not written
         low = ((tokens, width), self.dtype), ((tokens, dim), self.dtype)
+        each = (((tokens,), fp32), ((tokens,), fp32), ((), fp32))
+        if self.channels:
+            each = low[1], low[1], ((dim,), fp32)
+        inverse = square if keep and delta else ()  # () is not written
         return self.over_chunks(
             delta_chunks.prepare_kernel,
             (query, key, value, log_decay, self.beta(log_decay), documents),
@@ -612,7 +621,8 @@ class _DeltaRule:
         grid = -(-state.shape[3] // _COLUMNS), self.rows
         stages = 3 if compute_capability() in _KEYS else 2  # workstations' chips have less memory
         stages = 1 if self.exact or self.sizes["DIM"] > 128 else stages
-        return self._over(kernel, arrays, out, grid, stages, COLUMNS=min(_COLUMNS, state.shape[3]))
+        columns = min(_COLUMNS, state.shape[3])
+        return self._over(kernel, arrays, out, grid, stages, COLUMNS=columns, **self.by_channel)
 
     def states(self, state: jax.Array) -> jax.ShapeDtypeStruct:
         """A state for each chunk, in the rows' dtype."""

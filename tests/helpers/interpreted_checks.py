@@ -1,5 +1,6 @@
 """Interpreted kernels against the reference; run by test_interpreted.py with TRITON_INTERPRET=1."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import CASES, case, delta_rows, nf4_edges
+from kernel_cases import CASES, by_channel, case, delta_rows, nf4_edges
 
 from pallas_kernels import (
     QUANTIZED,
@@ -175,11 +176,12 @@ def check_grouped():
 
 
 def check_delta_chunks():
-    """The delta rule and Mamba-2's, forward and backward, with several documents; 64 keys are the same."""
+    """The delta rule, Mamba-2's and Kimi's, both passes, with several documents; 64 keys are the same."""
     cases = (jnp.float32, True, 1e-5), (jnp.bfloat16, True, 2e-2), (jnp.bfloat16, False, 2e-2)
-    for dtype, delta, error in cases:
-        args = delta_rows(2, 128, 1, 2, 32, 64, dtype)
+    for (dtype, delta, error), channels in itertools.product(cases, (False, True)):
+        args = delta_rows(2, 128, 1, 2, 64 if channels else 32, 64, dtype)
         args = args if delta else (*args[:4], None, *args[5:])
+        args = by_channel(args) if channels else args
         got, want = (module.delta_rule(*args) for module in (calls, delta_chunks_reference))
         close("delta_rule", got, want, error)
         args = *args, want[1], want[0], want[2]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import delta_rows, has_gpu
+from kernel_cases import by_channel, delta_rows, has_gpu
 
 import pallas_kernels as pk
 from pallas_kernels import delta_chunks_reference as reference
@@ -45,7 +45,10 @@ def mamba2(args: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
     return *args[:4], None, *args[5:]
 
 
-@pytest.mark.parametrize("given", [tuple, mamba2], ids=["delta rule", "Mamba-2"])
+RULES = pytest.mark.parametrize("given", [tuple, mamba2, by_channel], ids=["delta rule", "Mamba-2", "Kimi"])
+
+
+@RULES
 def test_derivatives_are_those_that_jax_computes(given: Callable[..., tuple[jax.Array, ...]]) -> None:
     args = given(delta_rows(1, 128, 1, 2, 8, 12, jnp.float32))
     close(gradients(pk.delta_rule, args), gradients(whole_chunks, args), 2e-6)
@@ -58,7 +61,7 @@ def test_derivatives_are_those_that_jax_computes(given: Callable[..., tuple[jax.
     [(2, 320, 2, 4, 128, 128), (1, 200, 1, 3, 64, 128), (3, 65, 1, 1, 32, 16), (1, 130, 2, 2, 256, 64)],
     ids=str,
 )
-@pytest.mark.parametrize("given", [tuple, mamba2], ids=["delta rule", "Mamba-2"])
+@RULES
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(jnp.float32, 5e-6), (jnp.bfloat16, 0.01)], ids=["fp32", "bf16"]
 )

@@ -370,11 +370,13 @@ def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch,
         for kind, dim in zip(CHIPS, (128, 64, 64, 128, 64, 64), strict=True)
     ],
 )
-def test_the_delta_rule_assembles_for_every_chip(kind, dtype, dim, monkeypatch, tmp_path):
+@pytest.mark.parametrize("channels", [False, True], ids=["a decay for each head", "for each channel"])
+def test_the_delta_rule_assembles_for_every_chip(kind, dtype, dim, channels, monkeypatch, tmp_path):
     width = min(dim, 128)
     keys, values, each = (2, 192, 1, dim), (2, 192, 2, width), (2, 192, 2)
+    decays = (*each, dim) if channels else each
     shapes = (
-        *((keys, dtype), (keys, dtype), (values, dtype), (each, jnp.float32), (each, jnp.float32)),
+        *((keys, dtype), (keys, dtype), (values, dtype), (decays, jnp.float32), (each, jnp.float32)),
         *((each[:2], jnp.int32), ((2, 2, dim, width), jnp.float32)),
     )
     check_machine_code(delta_rule, shapes, kind, monkeypatch, tmp_path)
