@@ -6,8 +6,7 @@ its tokens write into the state. Then a scan over chunks carries the state.
 
 States, decays and the triangular systems are fp32; other products have operands of the values' dtype and fp32
 sums. The backward pass computes the chunks again: besides its arguments it keeps one state for each chunk, so
-that memory grows linearly with the sequence. Kernel and specification differ by rounding. Decays of single
-channels have no kernel: XLA compiles the specification on all platforms.
+that memory grows linearly with the sequence. Kernel and specification differ by rounding.
 """
 
 import jax

@@ -9,6 +9,10 @@ gradients then do every chunk at once; one alone would need more registers than 
 Rows are ``[batch, time, heads, ...]``. Results of a chunk are ``[chunks, batch * heads, ...]``. With EXACT,
 for fp32 rows, operands of products are sums of two TF32 numbers. Otherwise they are bf16, or sums of two.
 Without DELTA, tokens remove nothing from the state (Mamba-2), and there is no system.
+
+With CHANNELS, each channel of the keys decays at its own rate (Kimi Delta Attention). Products of tokens are
+sums over channels, so that decays come first. Queries and keys are multiplied by decays to and from a token
+between them (``_level``). Compare Yang and others, 2023, 2312.06635, section 4.3.
 """
 
 import triton
@@ -68,12 +72,15 @@ def prepare_kernel(
         tl.store(writes_ptr + at * TOKENS + t, writes)
         tl.store(decay_ptr + at, decay)
         scores = pairs * _dot(query, tl.trans(key))
-        products = pairs * _dot(key, tl.trans(key))
     tl.store(_of_chunk(scores_ptr, at, TOKENS, TOKENS), scores.to(low))
     values = _of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM)
     if DELTA:
         betas = beta_ptr + token * HEADS + head + t * HEADS
-        inverse = _inverse(tl.load(betas)[:, None] * products, TOKENS, EXACT)
+        if CHANNELS:
+            system = tl.load(betas)[:, None] * products
+        else:
+            system = tl.load(betas)[:, None] * pairs * _dot(key, tl.trans(key))
+        inverse = _inverse(system, TOKENS, EXACT)
         if KEEP:
             tl.store(_of_chunk(inverse_ptr, at, TOKENS, TOKENS), inverse)
         # Behind a barrier the compiler loads vectors again, so that they occupy no registers before. With at
@@ -232,18 +239,18 @@ def backward_scan_kernel(
             _tile(of_out_ptr, (token * HEADS + head) * VALUE_DIM + column, HEADS * VALUE_DIM, TOKENS, COLUMNS)
         )
         if CHANNELS:
-            of_wrote, of_read = _dot(key, after), of_out
+            of_wrote = _dot(key, after)
         else:
             reads = tl.load(reads_ptr + at * TOKENS + t)
             writes = tl.load(writes_ptr + at * TOKENS + t)
             of_wrote = _dot(key, after) * writes[:, None]
-            of_read = (of_out * reads[:, None]).to(low)
         of_wrote = (of_wrote + _dot(tl.trans(scores), of_out)).to(low)
         tl.store(
             _columns(of_wrote_ptr, at, column, VALUE_DIM, TOKENS, COLUMNS),
             of_wrote,
         )
         carried = carried * decay
+        of_read = of_out if CHANNELS else (of_out * reads[:, None]).to(low)
         carried += _dot(tl.trans(query), of_read)
         carried -= _dot(tl.trans(removed), of_wrote)
     tl.store(
@@ -575,7 +582,7 @@ def _write_gradient_of_channels(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     EXACT: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradients of keys and decays, for channels, and returns those of beta.
+    """Stores the gradients of keys and decays, for channels, and returns the gradients of beta.
 
     The first two arguments are the parts through ``written``. Without DELTA they and the next two are unused.
     """
@@ -630,9 +637,9 @@ def _channel_factors(log_decay, documents_ptr, token, TOKENS: tl.constexpr, EXAC
 def _level(log_decay, documents_ptr, token, half, TOKENS: tl.constexpr, EXACT: tl.constexpr):
     """Decays of channels to and from the token in the middle of each block of ``2 * half`` tokens.
 
-    A product of two tokens' vectors decays as it should if one is multiplied by ``left`` and the other by
-    ``right``. Unless the decays within all blocks are mild, this holds for a token of a block's second half
-    and one of its first half only, and all factors are at most one.
+    A product of two tokens' vectors decays as it should if the later token's is multiplied by ``left`` and
+    the other by ``right``. If the decays within all blocks are mild, this holds for all tokens of a block.
+    Otherwise one token must be in the first half and the other in the second; all factors are at most one.
 
     Returns:
         ``left`` and ``right``, [token, channel]; for which pairs the above holds, among a token and earlier

@@ -179,9 +179,9 @@ def check_delta_chunks():
     """The delta rule, Mamba-2's and Kimi's, both passes, with several documents; 64 keys are the same."""
     cases = (jnp.float32, True, 1e-5), (jnp.bfloat16, True, 2e-2), (jnp.bfloat16, False, 2e-2)
     for (dtype, delta, error), channels in itertools.product(cases, (False, True)):
-        args = delta_rows(2, 128, 1, 2, 64 if channels else 32, 64, dtype)
-        args = args if delta else (*args[:4], None, *args[5:])
+        args = delta_rows(*(1, 128, 1, 2, 64, 32) if channels else (2, 128, 1, 2, 32, 64), dtype)
         args = by_channel(args) if channels else args
+        args = args if delta else (*args[:4], None, *args[5:])
         got, want = (module.delta_rule(*args) for module in (calls, delta_chunks_reference))
         close("delta_rule", got, want, error)
         args = *args, want[1], want[0], want[2]

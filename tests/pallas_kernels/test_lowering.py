@@ -356,21 +356,23 @@ def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch,
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("kind", "dtype", "dim"),
+    ("kind", "dtype", "dim", "channels"),
     # The widest keys, and the chip with the least memory.
-    [("NVIDIA H100", jnp.bfloat16, 256), ("NVIDIA A10", jnp.bfloat16, 128)]
+    [("NVIDIA H100", jnp.bfloat16, 256, False), ("NVIDIA A10", jnp.bfloat16, 128, False)]
+    + [("NVIDIA H100", jnp.bfloat16, 256, True)]
     + [
-        pytest.param(kind, jnp.bfloat16, 128, marks=pytest.mark.slow)
+        pytest.param(kind, jnp.bfloat16, 128, channels, marks=pytest.mark.slow)
         for kind in CHIPS
-        if kind != "NVIDIA A10"
+        for channels in (False, True)
+        if (kind, channels) != ("NVIDIA A10", False)
     ]
     + [
         # What fits into the shared memory of a chip.
-        pytest.param(kind, jnp.float32, dim, marks=pytest.mark.slow)
+        pytest.param(kind, jnp.float32, dim, channels, marks=pytest.mark.slow)
         for kind, dim in zip(CHIPS, (128, 64, 64, 128, 64, 64), strict=True)
+        for channels in (False, True)
     ],
 )
-@pytest.mark.parametrize("channels", [False, True], ids=["a decay for each head", "for each channel"])
 def test_the_delta_rule_assembles_for_every_chip(kind, dtype, dim, channels, monkeypatch, tmp_path):
     width = min(dim, 128)
     keys, values, each = (2, 192, 1, dim), (2, 192, 2, width), (2, 192, 2)
