@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.adapters.roles import leaves_of
+from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.dataflow import changed
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls

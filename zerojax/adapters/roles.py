@@ -1,22 +1,16 @@
-"""The variables of a model: their roles (weights of experts, state of routers), and their leaves in NNX.
+"""The roles of variables in a model: weights of experts, and state of routers.
 
-NNX tells roles from other variables by their class. Linen tells weights of experts by the box in which they
+NNX tells them from other variables by their class. Linen tells weights of experts by the box in which they
 are created, and state of routers by its collection.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
 from flax import nnx
 from flax.core import meta
-from flax.typing import PathParts
-from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
-
-from zerojax.schedule.unit import is_sharded
-from zerojax.sharding.param_tree import Path
 
 ROUTER_STATE = "router_state"
 """The Linen collection of a router's state."""
@@ -68,21 +62,3 @@ class ExpertBox(Box):
     def replace_boxed(self, val: PyTree) -> PyTree:
         """Another value of the weight, in its box."""
         return replace(self, value=val)
-
-
-def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes."""
-    for path, held in nnx.to_flat_state(state):
-        yield from leaves_within(path, held)
-
-
-def leaves_within(path: PathParts, held: object) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a variable or an attribute at a path, by path; one that holds a pytree has several."""
-    value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
-        yield leaf_path(path, inner), leaf
-
-
-def leaf_path(path: PathParts, inner: KeyPath) -> Path:
-    """The path of a leaf within the value at a path."""
-    return (*map(str, path), *(jax.tree_util.keystr((key,), simple=True) for key in inner))
