@@ -63,6 +63,7 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         (EXPERTS | {"shared_norms": True, "post_norms": True}, "shared_norms = true needs shared_ffn"),
         (EXPERTS | {"shared_norms": True, "shared_ffn": 4}, "shared_norms = true needs post_norms"),
         ({"residual_scale": 0.0}, "residual_scale = 0.0 must be above 0"),
+        ({"post_norms": "rms"}, "post_norms = 'rms' must be true or false"),
         ({"rope_beta_slow": 33.0}, "rope_beta_slow = 33.0 must be at most rope_beta_fast = 32.0"),
         ({"rope_attention_factor": 0.0}, "rope_attention_factor = 0.0"),
         ({"rope_scaling": "dynamic", "head_width": 2}, "wider than 2"),

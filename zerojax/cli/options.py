@@ -23,7 +23,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.run.config import MeshSection
 from zerojax.run.config.keys import documentation, keys_of, row_of, section_of
 from zerojax.run.data.formats import user_path
-from zerojax.validation.bounds import all_at_once, check_numbers
+from zerojax.validation.bounds import all_at_once, check_scalars
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -144,7 +144,7 @@ def read_options[Options: "DataclassInstance"](
             raise refusal from None
         sys.stderr.write(errors.getvalue())
         raise
-    check_numbers(read, lambda field: f"--{field.replace('_', '-')}")
+    check_scalars(read, lambda field: f"--{field.replace('_', '-')}")
     return read
 
 

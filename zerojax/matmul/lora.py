@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.validation.arguments import suggests
-from zerojax.validation.bounds import check_numbers
+from zerojax.validation.bounds import check_scalars
 from zerojax.validation.patterns import as_patterns, matches, why_not
 from zerojax.zero_config.options import MATMUL_WEIGHTS
 
@@ -62,7 +62,7 @@ class LoRA:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         object.__setattr__(self, "targets", as_patterns("LoRA.targets", self.targets))
-        check_numbers(self, "LoRA.{}".format)
+        check_scalars(self, "LoRA.{}".format)
         if self.rank < 1:
             raise ConfigurationError(f"LoRA.rank={self.rank} must be at least 1.")
         for alpha in (self.alpha, *(alpha for *_, alpha in self.pieces)):

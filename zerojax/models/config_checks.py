@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from zerojax.errors import ConfigurationError
-from zerojax.validation.bounds import check_numbers
+from zerojax.validation.bounds import check_scalars
 
 if TYPE_CHECKING:
     from zerojax.models.config import GPTConfig
@@ -71,7 +71,7 @@ def require(condition: bool, message: str) -> None:
 
 def check_model(config: "GPTConfig") -> None:
     """Refuse an invalid config, or one with settings that contradict each other."""
-    check_numbers(config, "[model] {}".format)
+    check_scalars(config, "[model] {}".format)
     _check_values(config)
     _check_needs(config)
     _check_widths(config)

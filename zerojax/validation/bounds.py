@@ -26,8 +26,8 @@ MAX_EMULATED = 4096
 """The most CPU devices emulated by one process. With four times as many, XLA takes minutes to start."""
 
 
-def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> None:
-    """Refuse NaN, and integers and floats beyond 32 bits, in the fields of a dataclass.
+def check_scalars(settings: "DataclassInstance", name: Callable[[str], str]) -> None:
+    """Refuse NaN, numbers beyond 32 bits, and switches that are not bools, in the fields of a dataclass.
 
     Args:
         settings: the dataclass. Its nested sections check themselves.
@@ -35,6 +35,8 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
     """
     for field in dataclasses.fields(settings):
         given = getattr(settings, field.name)
+        if field.type in (bool, "bool") and not isinstance(given, bool | np.bool_):
+            raise ConfigurationError(f"{name(field.name)} = {given!r} must be true or false")
         for value in given if isinstance(given, tuple) else (given,):
             if isinstance(value, float) and not abs(value) <= MAX_FLOAT:
                 raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from pallas_kernels.formats import FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
-from zerojax.validation.bounds import check_numbers
+from zerojax.validation.bounds import check_scalars
 from zerojax.zero_config.options import HOST_STORES, LocalUpdates
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check_zero(zero: "ZeroConfig") -> None:
     Raises:
         ConfigurationError: naming the field, its value and the way out.
     """
-    check_numbers(zero, "ZeroConfig.{}".format)
+    check_scalars(zero, "ZeroConfig.{}".format)
     rules = (_values, _formats, _stage, _gradients, _weights, _frozen, _local_updates, _host)
     for fault in chain.from_iterable(rule(zero) for rule in rules):
         raise ConfigurationError(fault)

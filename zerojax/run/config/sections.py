@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from zerojax.matmul.lora import LoRA
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import make_mesh
-from zerojax.validation.bounds import MAX_DEVICES, MAX_EMULATED, MIN_TEMPERATURE, check_numbers, require
+from zerojax.validation.bounds import MAX_DEVICES, MAX_EMULATED, MIN_TEMPERATURE, check_scalars, require
 from zerojax.validation.paths import is_store_url
 from zerojax.validation.untrusted import is_unicode
 from zerojax.zero_config import ZeroConfig
@@ -71,7 +71,7 @@ class TrainSection:
     on_spike: Literal["skip", "stop"] = "skip"
 
     def __post_init__(self) -> None:
-        check_numbers(self, "train.{}".format)
+        check_scalars(self, "train.{}".format)
         counts = "steps batch_size sequence_length accumulate eval_batches max_skips"
         _check(self, "train", counts, "be at least 1", lambda x: x >= 1)
         _check(self, "train", "eval_every", "be 0 (at the end only) or more", lambda x: x >= 0)
@@ -127,7 +127,7 @@ class OptimizerSection:
     ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, "optimizer.{}".format)
+        check_scalars(self, "optimizer.{}".format)
         _check(self, "optimizer", "learning_rate eps", "be positive", lambda x: x > 0)
         _check(self, "optimizer", "decay_fraction", "lie in (0, 1]", lambda x: 0 < x <= 1)
         _check(self, "optimizer", "final_fraction", "lie in [0, 1]", lambda x: 0 <= x <= 1)
@@ -164,7 +164,7 @@ class CheckpointSection:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        check_numbers(self, "checkpoint.{}".format)
+        check_scalars(self, "checkpoint.{}".format)
         _check(self, "checkpoint", "every", "be 0 (at the end only) or more", lambda x: x >= 0)
         _check(self, "checkpoint", "keep", "be at least 1", lambda x: x >= 1)
         names = "minutes keep_every keep_best keep_minutes"
@@ -192,7 +192,7 @@ class LogSection:
     fp8: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, "log.{}".format)
+        check_scalars(self, "log.{}".format)
         _check(self, "log", "every", "be at least 1", lambda x: x >= 1)
         require(
             len(set(self.trackers)) == len(self.trackers),
@@ -223,7 +223,7 @@ class MixtureSource:
     kind: Kind | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.mixture: {}".format)
+        check_scalars(self, "data.mixture: {}".format)
         require(self.source != "", "data.mixture: a source is empty: name a file, folder, glob or 'stdlib'")
         require(
             0 < self.weight < float("inf"),
@@ -277,7 +277,7 @@ class DataSection:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.{}".format)
+        check_scalars(self, "data.{}".format)
         require(self.source != "", "data.source is empty: name a file, folder, glob or 'stdlib'")
         require(
             not self.mixture or self.source == DataSection.source,
@@ -341,7 +341,7 @@ class RewardFunction:
     name: str = ""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "posttrain.rewards: {}".format)
+        check_scalars(self, "posttrain.rewards: {}".format)
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ class PosttrainSection:
     samples: int = 4
 
     def __post_init__(self) -> None:
-        check_numbers(self, "posttrain.{}".format)
+        check_scalars(self, "posttrain.{}".format)
         _check(
             self, "posttrain", "temperature", f"be at least {MIN_TEMPERATURE}", lambda x: x >= MIN_TEMPERATURE
         )
@@ -481,7 +481,7 @@ class CriticSection:
     zero: Mapping[str, Any] = field(default_factory=dict, metadata={"overrides": ("zero", ZeroConfig, _OWN)})
 
     def __post_init__(self) -> None:
-        check_numbers(self, "critic.{}".format)
+        check_scalars(self, "critic.{}".format)
         _check(self, "critic", "learning_rate", "be positive", lambda x: x is None or x > 0)
 
 
@@ -500,7 +500,7 @@ class MeshSection:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, "mesh.{}".format)
+        check_scalars(self, "mesh.{}".format)
         _check(self, "mesh", "nodes", "be 0 (from the processes) or more", lambda x: x >= 0)
         _check(self, "mesh", "local", "be 0 (all the devices of a node) or more", lambda x: x >= 0)
         require(
@@ -544,7 +544,7 @@ class ClusterSection:
     compilation_cache: str = "auto"
 
     def __post_init__(self) -> None:
-        check_numbers(self, "cluster.{}".format)
+        check_scalars(self, "cluster.{}".format)
         _check(self, "cluster", "join_timeout peer_timeout", "be at least 1 second", lambda x: x >= 1)
         names = "step_factor step_timeout phase_timeout"
         _check(self, "cluster", names, "not be negative", lambda x: x >= 0)
