@@ -43,7 +43,7 @@ def refused(message: str) -> Any:
         ({"accumulate_order": "breadth", "stage": 2}, r"stage 2 gathers none: use stage 3, or \"depth\""),
         ({"chunks": 0}, r"chunks=0 must be at least 1"),
         ({"sequence_parallel": 2.0}, r"sequence_parallel=2.0 must be a whole number"),
-        ({"hpz": "no"}, r"hpz='no' must be True or False"),
+        ({"hpz": "no"}, r"hpz = 'no' must be true or false"),
         ({"host": None}, r"host has None, which is not one of"),
         ({"grads_hops": 3}, r"grads_hops=3 is not one of \(1, 2\)"),
         ({"grad_sync": "never"}, r"grad_sync='never' is not one of .*micro"),

@@ -36,9 +36,8 @@ def _values(z: "ZeroConfig") -> Iterator[str]:
     for name, hint in hints.items():
         if get_origin(hint) is Literal and (value := getattr(z, name)) not in get_args(hint):
             yield f"ZeroConfig.{name}={value!r} is not one of {get_args(hint)}."
-        wanted = {int: (Integral, "a whole number"), bool: (bool, "True or False")}.get(hint)
-        if wanted and not isinstance(value := getattr(z, name), wanted[0]):
-            yield f"ZeroConfig.{name}={value!r} must be {wanted[1]}."
+        if hint is int and not isinstance(value := getattr(z, name), Integral):
+            yield f"ZeroConfig.{name}={value!r} must be a whole number."
     for name in ("accumulate", "chunks", "sequence_parallel"):
         if getattr(z, name) < 1:
             yield f"ZeroConfig.{name}={getattr(z, name)} must be at least 1."
