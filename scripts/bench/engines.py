@@ -319,13 +319,14 @@ def _measure(options: argparse.Namespace, senders: list[Child], engine: Child) -
 
 
 def _limit(rate: Rate) -> None:
-    send = Channel._send
+    send = Channel.send
 
-    def limited(channel: Channel, kind: int, *parts: bytes | memoryview) -> None:
-        rate.wait(sum(map(len, parts)))
-        send(channel, kind, *parts)
+    def limited(channel: Channel, content: dict[str, Any] | Patch | bytes) -> None:
+        if isinstance(content, Patch):
+            rate.wait(len(content.header()) + len(content.body))
+        send(channel, content)
 
-    Channel._send = limited  # pyright: ignore[reportAttributeAccessIssue]  (for the measurement alone)
+    Channel.send = limited  # pyright: ignore[reportAttributeAccessIssue]  (for the measurement alone)
 
 
 if __name__ == "__main__":
