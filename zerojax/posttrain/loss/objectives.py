@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -22,7 +22,9 @@ from zerojax.posttrain.loss.losses import (
     kl_estimate,
     token_mean,
 )
-from zerojax.run.config import PosttrainSection
+
+if TYPE_CHECKING:
+    from zerojax.run.config import PosttrainSection
 
 Batch = dict[str, Array]
 Answers = dict[str, Float[Array, " pairs"]]
@@ -58,7 +60,7 @@ def token_log_probs(
     return found.reshape(labels.shape)
 
 
-def policy_loss(settings: PosttrainSection) -> LossFn:
+def policy_loss(settings: "PosttrainSection") -> LossFn:
     """The loss of GRPO and PPO for ``TrainState.create``: the mean over all tokens of all completions.
 
     A batch has "tokens", int32 [rows, time + 1]. Its other columns are fp32 [rows, time] and describe
@@ -76,12 +78,12 @@ def policy_loss(settings: PosttrainSection) -> LossFn:
     )
 
 
-def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Array, "rows time"]]:
+def log_probs_of(settings: "PosttrainSection") -> Callable[[GPT, Batch], Float[Array, "rows time"]]:
     """A function for ``predict_step`` with the log-probability of each token of a batch's completions."""
     return _with_options(_log_probs, temperature=settings.temperature)
 
 
-def value_loss(settings: PosttrainSection) -> LossFn:
+def value_loss(settings: "PosttrainSection") -> LossFn:
     """The loss of PPO's critic for ``TrainState.create``: the mean over all tokens of all completions.
 
     A batch has "tokens" and "mask" as for ``policy_loss``, and, fp32 [rows, time], "returns" and
@@ -148,7 +150,7 @@ def _value_loss(model: GPT, batch: Batch, *, clip: float) -> tuple[Array, dict[s
     return loss, {"tokens": count}
 
 
-def preference_loss(settings: PosttrainSection) -> LossFn:
+def preference_loss(settings: "PosttrainSection") -> LossFn:
     """The loss of ``settings.method`` for ``TrainState.create``: the mean over pairs.
 
     A batch has

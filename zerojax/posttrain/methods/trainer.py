@@ -1,5 +1,6 @@
 """The base of the methods with rollouts: opening a run, and the parts of their loops."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -150,9 +151,9 @@ class PostTrainer(OpenRun):
                 self.log_step(self.update(batch) | measured)
             self.finish_rollout(signalled)
 
+    @abstractmethod
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """The columns of the losses, from one reward per row (NaN for a row without a reward)."""
-        raise NotImplementedError
 
     def update(self, batch: Rows) -> Metrics:
         """Dispatch a training step, and return its metrics."""
