@@ -3,6 +3,7 @@
 Not tests themselves.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,15 @@ class Stacked(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.blocks(self.embed(x)))
+
+
+class Kinds(Stacked):
+    """The same with blocks of two hidden widths in turn."""
+
+    def __init__(self, width: int, hidden: int, layers: int, *, rngs: nnx.Rngs):
+        super().__init__(width, hidden, layers, rngs=rngs)
+        kinds = [functools.partial(Block, width, size) for size in (hidden, 2 * hidden)]
+        self.blocks = zerojax.Stack(kinds, layers, rngs=rngs)
 
 
 class Listed(nnx.Module):
@@ -104,12 +114,12 @@ def abstract_state(
     layers: int = 3,
     tx: optax.GradientTransformation = _SGD,
 ) -> zerojax.TrainState:
-    """A state without values: "stacked", "listed" or "linen"."""
+    """A state without values: "stacked", "kinds", "listed" or "linen"."""
     model: Any = LinenScanned(width, hidden, layers)
     units: tuple[type, ...] = (LinenBlock,)
     sample = batch_of(2)
     if style != "linen":
-        cls = {"stacked": Stacked, "listed": Listed}[style]
+        cls = {"stacked": Stacked, "kinds": Kinds, "listed": Listed}[style]
         model, units, sample = lambda rngs: cls(width, hidden, layers, rngs=rngs), (), None
         units = (Block,) if style == "listed" else ()
     return zerojax.TrainState.abstract(

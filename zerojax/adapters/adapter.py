@@ -70,7 +70,7 @@ class Adapter(ABC):
 
     Attributes:
         parameters: every floating-point parameter once, in the model's order.
-        stacks: names of the units that are a ``Stack``.
+        ends: names of the units that hold the last layer of a ``Stack``.
         updating: names of the units that refresh delta's replica when called (``Weight.replica``).
         orders: the kind of each layer of every ``Stack``, by its path.
         abstract_model_state: shapes and dtypes of the non-parameter state, by name.
@@ -78,7 +78,7 @@ class Adapter(ABC):
     """
 
     parameters: tuple[Parameter, ...]
-    stacks: frozenset[str] = frozenset()
+    ends: frozenset[str] = frozenset()
     updating: frozenset[str] = frozenset()
     orders: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     abstract_model_state: ModelState

@@ -76,7 +76,7 @@ class NNXAdapter(Adapter):
         self.orders = {"/".join(map(str, path)): x.order for path, x in modules if isinstance(x, Stack)}
         users = _users(found)
         self.parameters = _parameters(abstract, found, users)
-        self.stacks = frozenset(unit.name for unit in found if unit.within is not None)
+        self.ends = frozenset(unit.name for unit in found if unit.ends)
         # A unit that shares a parameter with the stack would not see it updated.
         sharing = {unit.within for every in users.values() if every[1:] for unit in every}
         self.updating = frozenset(unit.name for unit in found if unit.within not in {None, *sharing})
@@ -139,12 +139,17 @@ def _own_key(keys: Array, key: Array) -> Array:
 
 
 class _Unit(NamedTuple):
-    """A unit of a model; ``stack`` as in ``Parameter``, ``within`` the name of its ``Stack``."""
+    """A unit of a model.
+
+    ``stack`` is as in ``Parameter``. ``within`` is the name of its ``Stack``. ``ends`` says whether it has
+    the last layer of that stack.
+    """
 
     name: str
     module: nnx.Module
     stack: tuple[int, ...]
     within: str | None = None
+    ends: bool = False
 
 
 _Users = dict[int, list[_Unit]]
@@ -171,7 +176,7 @@ def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
             )
         for kind, (inner, block) in enumerate(child.stacked.items()):
             own = "/".join(map(str, (*path, *inner)))
-            yield _Unit(own, block, (child.order.count(kind),), name)
+            yield _Unit(own, block, (child.order.count(kind),), name, ends=kind == child.order[-1])
 
 
 def _users(units: Sequence[_Unit]) -> _Users:

@@ -73,7 +73,7 @@ def build(
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
     check_host_weights(zero, frozen)
-    if zero.in_host("activations") and not adapter.stacks:
+    if zero.in_host("activations") and not adapter.ends:
         raise ConfigurationError(
             'ZeroConfig.host=("activations", ...) moves the residuals of a zerojax.Stack, '
             "and the model has no stack: stack its blocks (an NNX model), or leave the activations "

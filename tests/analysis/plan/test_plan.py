@@ -105,16 +105,17 @@ def test_they_agree_on_every_mesh(kind, name):
 @some(
     [
         (style, name)
-        for style in ("listed", "linen")
+        for style in ("kinds", "listed", "linen")
         for name in ("zero3", "zero++", "delta with accumulation", "delta in breadth", "stage 2")
     ],
     [
+        ("kinds", "zero++"),
         ("listed", "delta in breadth"),
         ("listed", "stage 2"),
         ("linen", "zero++"),
     ],
 )
-def test_they_agree_for_lists_of_blocks_and_for_linen(kind, name):
+def test_they_agree_for_blocks_of_two_kinds_for_lists_of_blocks_and_for_linen(kind, name):
     check(kind, config(**SETTINGS[name]), 2, 4)
 
 

@@ -256,7 +256,7 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
     yield from gather("forward", zero.passes, node=source == "primary")
     if group.unit is not None:
         # A prefetching scan still has its last layer in the backward pass.
-        again = 1 - 1 / group.layers if group.unit in spec.adapter.stacks else 1
+        again = 1 - 1 / group.layers if group.unit in spec.adapter.ends else 1
         yield from gather("backward", zero.passes * again, node=keep == "primary")
 
 
