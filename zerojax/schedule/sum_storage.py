@@ -23,6 +23,8 @@ from zerojax.sharding.layout import Values
 _UNSIGNED = {1: jnp.dtype(jnp.uint8), 2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp.uint32)}
 _WORD = 4
 """Bytes of the units in which residuals are divided among parameters."""
+_MOST_PIECES = 16
+"""Smaller parts of a parameter are not worth their time: whatever reads it looks for each element in every piece."""
 
 
 class _Piece(NamedTuple):
@@ -87,7 +89,7 @@ class SumStorage:
             pieces, offset, each = [], 0, _WORD // dtype.itemsize
             for i in order:
                 words = min((sink.shape[1] - offset) // each, room[i] - used[i])
-                if words > 0:
+                if words * each * _MOST_PIECES > sink.shape[1]:
                     pieces.append(_Piece(i, used[i] * each, offset, words * each))
                     used[i] += words
                     offset += words * each
@@ -128,20 +130,19 @@ class SumStorage:
         dtype: jnp.dtype,
         pieces: Sequence[_Piece],
     ) -> Float32[Array, "layers n"]:
-        # XLA fuses paddings and selections with the optimizer that reads them. It would copy a concatenation,
-        # and then hold all gradients in addition to the residuals.
+        # XLA fuses paddings with the optimizer that reads them. It would copy a concatenation, and then hold all
+        # gradients in addition to the residuals. An element is in one piece, and zero bits elsewhere.
+        unsigned = _UNSIGNED[dtype.itemsize]
         before, whole = int(self._without_first), sum(piece.size for piece in pieces)
-        joined = (
-            jnp.zeros((self._rows, whole))
-            if first is None
-            else lax.pad(first[None], jnp.float32(0), [(0, self._rows, 0), (0, 0, 0)])
-        )
+        joined = jnp.zeros((self._rows + before, whole), unsigned)
+        if first is not None:
+            bits = lax.bitcast_convert_type(first[None].astype(dtype), unsigned)
+            joined |= lax.pad(bits, unsigned.type(0), [(0, self._rows, 0), (0, 0, 0)])
         for array, begin, offset, size in pieces:
-            part = _viewed(_as_rows(arrays[array]), dtype)[:, begin : begin + size].astype(jnp.float32)
+            part = _viewed(_as_rows(arrays[array]), unsigned)[:, begin : begin + size]
             around = [(before, 0, 0), (offset, whole - offset - size, 0)]
-            here = lax.pad(jnp.ones(part.shape, jnp.bool_), jnp.bool_(False), around)
-            joined = jnp.where(here, lax.pad(part, jnp.float32(0), around), joined)
-        return joined
+            joined |= lax.pad(part, unsigned.type(0), around)
+        return lax.bitcast_convert_type(joined, dtype).astype(jnp.float32)
 
 
 class SeparateSums:
