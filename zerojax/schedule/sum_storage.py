@@ -24,7 +24,7 @@ _UNSIGNED = {1: jnp.dtype(jnp.uint8), 2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp
 _WORD = 4
 """Bytes of the units in which residuals are divided among parameters."""
 _MOST_PIECES = 16
-"""Smaller parts of a parameter are not worth their time: whatever reads it looks for each element in every piece."""
+"""Smaller parts take too long: whatever reads a parameter's sums looks for each element in all pieces."""
 
 
 class _Piece(NamedTuple):
@@ -130,8 +130,8 @@ class SumStorage:
         dtype: jnp.dtype,
         pieces: Sequence[_Piece],
     ) -> Float32[Array, "layers n"]:
-        # XLA fuses paddings with the optimizer that reads them. It would copy a concatenation, and then hold all
-        # gradients in addition to the residuals. An element is in one piece, and zero bits elsewhere.
+        # XLA fuses paddings with the optimizer that reads them. It would copy a concatenation, and then hold
+        # all gradients in addition to the residuals. An element is in one piece, and zero bits elsewhere.
         unsigned = _UNSIGNED[dtype.itemsize]
         before, whole = int(self._without_first), sum(piece.size for piece in pieces)
         joined = jnp.zeros((self._rows + before, whole), unsigned)
