@@ -51,6 +51,13 @@ def test_every_bit_of_sums_and_of_unfinished_layers_is_kept(sizes, narrow):
     np.testing.assert_array_equal(stored.residuals["tokens"], residuals["tokens"])
 
 
+def test_parts_that_are_small_beside_their_parameter_are_not_kept_apart():
+    """A step on a GPU took 2% longer when a parameter was in nine parts."""
+    residuals = [np.zeros((1, words), np.float32) for words in (64, 7, 5, 4, 1)]
+    storage = SumStorage(residuals, (jnp.zeros((2, 100)), jnp.zeros((2, 3))), 1, [jnp.dtype(jnp.float32)] * 2)
+    assert [[piece.size for piece in pieces] for pieces in storage._pieces] == [[64, 7, 29], [3]]
+
+
 @pytest.mark.slow
 def test_gradients_of_a_stack_that_keeps_its_activations_take_no_memory(monkeypatch):
     config = GPTConfig(
