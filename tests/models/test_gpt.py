@@ -136,7 +136,8 @@ def test_dropout_is_off_without_rngs_and_differs_between_layers_and_steps():
 
 
 def test_the_loss_and_its_gradient_have_the_heads_bias():
-    model, tokens = make(**PARALLEL, layers=1), draw_tokens()
+    """Which the divisor of the logits divides, too."""
+    model, tokens = make(**PARALLEL, layers=1, logit_divisor=2.0), draw_tokens()
     model.head.bias[...] = jax.random.normal(jax.random.key(5), (37,))
     graph, params = nnx.split(model)
 
@@ -151,7 +152,7 @@ def test_the_loss_and_its_gradient_have_the_heads_bias():
     run = nnx.jit(lambda model: model(tokens))
     scores = run(model)
     model.head.bias[...] = jnp.zeros(37)
-    np.testing.assert_allclose(scores - run(model), jnp.broadcast_to(plain, scores.shape), atol=1e-5)
+    np.testing.assert_allclose(scores - run(model), jnp.broadcast_to(plain / 2, scores.shape), atol=1e-5)
     expected, found = (jax.jit(jax.value_and_grad(loss))(params) for loss in (by_logits, by_chunks))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
     assert float(jnp.max(jnp.abs(found[1]["head"]["bias"][...]))) > 1e-3

@@ -111,7 +111,7 @@ class GPT(nnx.Module):
         """The output projection: the embedding itself when tied.
 
         With config.head_bias it has ``_COLUMNS`` more columns than d_model: the bias, then zeros. ``hidden``
-        has ones and zeros there.
+        has 1 / logit_divisor and zeros there.
         """
         if self.config.tied:
             return self.embed.embedding[...]
@@ -181,11 +181,10 @@ class GPT(nnx.Module):
     def _finish(self, x: Hidden) -> Hidden:
         """The output of the last block, normed and scaled for the logits."""
         c, x = self.config, self.norm(x)
-        x = x if c.logit_divisor == 1 or c.outputs is not None else x / c.logit_divisor
-        if not c.head_bias:
-            return x
-        ones = jnp.zeros((*x.shape[:-1], _COLUMNS), x.dtype).at[..., 0].set(1)
-        return jnp.concatenate([x, ones], axis=-1)
+        if c.head_bias:
+            ones = jnp.zeros((*x.shape[:-1], _COLUMNS), x.dtype).at[..., 0].set(1)
+            x = jnp.concatenate([x, ones], axis=-1)
+        return x if c.logit_divisor == 1 or c.outputs is not None else x / c.logit_divisor
 
     def hidden(
         self,
