@@ -140,6 +140,7 @@ def arrays(state: TrainState) -> Any:
         pytest.param((1, 1), "zero3", 3, {"moments": "float8"}, marks=SLOW),
         pytest.param((1, 2), "zero3", 2, {"remat": "none"}, marks=SLOW),
         pytest.param((2, 4), "zero3", 9, {}, marks=SLOW),
+        pytest.param((2, 2), "zero++", 1, {}, marks=SLOW),
         pytest.param((3, 2), "zero++", 9, {"host": ("optimizer", "weights")}, marks=SLOW),
         pytest.param((2, 2), "delta", 3, {"host": ("optimizer", "weights", "activations")}, marks=SLOW),
         pytest.param((2, 2), "zero3", 4, {"grads_hops": 1}, marks=SLOW),

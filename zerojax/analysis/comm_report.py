@@ -39,6 +39,7 @@ from zerojax.adapters.loss import EXCHANGE
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html, numeric, plain_text, size
+from zerojax.sharding.layers import ONE_TURN
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.train.batch import map_batch, processes_a_row
 from zerojax.train.state import TrainState
@@ -271,7 +272,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
             yield from _read(equation, axes, place.inside(equation))
         elif name == "cond":
             yield from _walk_branches(equation, place)
-        elif name == "while":
+        elif name == "while" and not _has_one_turn(equation):
             inner = place.inside(equation)
             if any(True for sub in core.jaxprs_in_params(equation.params) for _ in _walk(sub, inner)):
                 raise ConfigurationError(
@@ -282,6 +283,11 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
             times = equation.params["length"] if name == "scan" else 1
             for sub in core.jaxprs_in_params(equation.params):
                 yield from _walk(sub, place.inside(equation, times=times))
+
+
+def _has_one_turn(loop: core.JaxprEqn) -> bool:
+    """Whether a while loop is one of ``zerojax.sharding.layers.by_dma``."""
+    return str(loop.source_info.name_stack).rstrip(")").endswith(ONE_TURN)
 
 
 def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprCollective]:

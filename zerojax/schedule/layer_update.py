@@ -186,7 +186,8 @@ class UpdatedLayers:
     ) -> None:
         """Take the arrays with which a backward pass begins.
 
-        ``facts`` are the probe's cotangent, and ``zero`` comes from ``by_dma``.
+        ``weights`` have all layers, as the forward pass has left them. ``facts`` are the probe's cotangent,
+        and ``zero`` comes from ``by_dma``.
         """
         self._sinks, self._weights, self._update, self._zero = sinks, weights, update, zero
         self._facts = Facts(*facts)
@@ -211,9 +212,9 @@ class UpdatedLayers:
         carried = _Carried(held, here, pending, encoded, scales, jnp.float32(0), reads=False)
         return Stored(residuals, carried)
 
-    def weights(self, stored: Stored) -> Weights:
-        """All weights. The encoded ones are read from the arrays to which updates write."""
-        return _read_from(stored.extra.encoded, self._weights)
+    def weights(self, stored: Stored, weights: Weights) -> Weights:
+        """The weights that are gathered. Encoded ones are read from the arrays to which updates write."""
+        return _read_from(stored.extra.encoded, weights)
 
     def update(self, stored: Stored, sums: Values, layer: Index) -> list[LayerState]:
         """Update the layer that was fetched last."""

@@ -308,7 +308,7 @@ def _storage(
     """The storage for gradient sums of the layers of a kind."""
     if unit.update is not None:
         states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
-        return UpdatedLayers(states, weights, unit.update, facts[0], zero)
+        return UpdatedLayers(states, unit.weights, unit.update, facts[0], zero)
     arrays = tuple(sink for sink in unit.sinks if not isinstance(sink, LayerState))
     if unit.strategy.reads_layers:
         return SeparateSums(arrays)
@@ -320,4 +320,4 @@ def _encoded_weights(
     storage: SumStorage | SeparateSums | UpdatedLayers, stored: Stored, weights: Weights
 ) -> Weights:
     """The weights of a kind. Weights that updates encode are read from the arrays to which updates write."""
-    return storage.weights(stored) if isinstance(storage, UpdatedLayers) else weights
+    return storage.weights(stored, weights) if isinstance(storage, UpdatedLayers) else weights

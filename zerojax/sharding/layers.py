@@ -31,6 +31,8 @@ Index = int | Int[Array, ""]
 """Index of a layer, not negative: a number in layers that are peeled off a loop, traced inside the loop."""
 _KEEP = {"skip-simplify-while-loops_trip-count-one": "true"}
 """Without this, XLA replaces a loop of one iteration by its body."""
+ONE_TURN = "one_turn"
+"""The name scope of a while loop of one iteration."""
 _MULTIPLE = 128
 """Elements: the layers of a stack in host memory begin at multiples of a cache line."""
 
@@ -192,7 +194,8 @@ def by_dma[T: PyTree[Array]](run: Callable[[Index, T], T], carried: T) -> T:
     depends on it.
     """
     first = (jnp.int32(0), carried)
-    turns = lax.while_loop(lambda turn: turn[0] < 1, lambda turn: (turn[0] + 1, run(*turn)), first)
+    with jax.named_scope(ONE_TURN):
+        turns = lax.while_loop(lambda turn: turn[0] < 1, lambda turn: (turn[0] + 1, run(*turn)), first)
     return cast(tuple[Array, T], set_xla_metadata(turns, **_KEEP))[1]
 
 

@@ -34,6 +34,7 @@ SETTINGS = {
     "stage 2, one node hop": {"stage": 2, "accumulate": 2, "grad_sync": "step"},
     "zero3 in breadth": {"accumulate": 2, "accumulate_order": "breadth"},
     "delta in breadth": {"preset": "delta", "accumulate": 3, "accumulate_order": "breadth"},
+    "updated in the backward pass": {"preset": "zero++", "host": ("optimizer",), "update_in_backward": True},
 }
 
 IN_FP8 = {
@@ -203,8 +204,10 @@ def test_weights_computed_with_in_fp8_are_listed_and_the_others_with_the_reason(
     assert plan_state(abstract_state("listed", zerojax.make_mesh(2, 4), config())).fp8 is None
 
 
-def test_awkward_sizes():
-    state = abstract_state("stacked", zerojax.make_mesh(3, 2), config("zero++"), width=7, hidden=13, layers=1)
+@pytest.mark.parametrize("options", [{}, {"host": ("optimizer",), "update_in_backward": True}])
+def test_awkward_sizes(options):
+    zero = config("zero++", **options)
+    state = abstract_state("stacked", zerojax.make_mesh(3, 2), zero, width=7, hidden=13, layers=1)
     report = comm_report(state, batch_of(6))
     counted = {phase: sent for phase, sent in report.phases().items() if phase != "metrics"}
     assert plan_state(state).phases() == counted
