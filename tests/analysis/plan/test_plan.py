@@ -34,6 +34,7 @@ SETTINGS = {
     "stage 2, one node hop": {"stage": 2, "accumulate": 2, "grad_sync": "step"},
     "zero3 in breadth": {"accumulate": 2, "accumulate_order": "breadth"},
     "delta in breadth": {"preset": "delta", "accumulate": 3, "accumulate_order": "breadth"},
+    "frozen in nf4": {"frozen": ("blocks/*",), "frozen_weights": "nf4"},
     "updated in the backward pass": {"preset": "zero++", "host": ("optimizer",), "update_in_backward": True},
 }
 

@@ -241,9 +241,9 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
         phase = "weights backward" if when == "backward" else "weights forward"
         if node:
             yield LeafHop(leaf, phase, NODE, when, over_node, leaf.shard, times, coded=not leaf.frozen)
-        # A secondary row is encoded shard by shard. Blocks divide shards, so the bytes are the same.
+        # A secondary partition is encoded shard by shard.
         if leaf.parts == 1:
-            yield LeafHop(leaf, phase, LOCAL, when, own.local, leaf.secondary, times)
+            yield LeafHop(leaf, phase, LOCAL, when, own.local, leaf.shard, times * leaf.world.nodes)
 
     if zero.stage in (1, 2):
         yield from gather("alone", 1, node=True)
