@@ -6,7 +6,6 @@ as well (CONTRIBUTING.md).
 
 import atexit
 import gc
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,6 @@ from environment import (
     share_compiled,
     share_optimizers,
 )
-
-_MAPS = Path("/proc/self/maps")
-_tests = itertools.count(1)
 
 gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
@@ -77,12 +73,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs() -> Iterator[None]:
-    """Free what earlier tests compiled before it is too much for one process.
-
-    The kernel lets a process map 65,530 regions; XLA:CPU maps a few for each program, and crashes beyond.
-    Counting them takes as long as a small test, so not every test does. Freeing them takes half a minute,
-    and the next tests compile again what they share.
-    """
+    """Free what earlier tests compiled before it is too much for one process."""
     yield
-    if next(_tests) % 8 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 56_000:
-        forget_compiled()
+    forget_compiled()

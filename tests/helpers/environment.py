@@ -30,6 +30,9 @@ _QUICK = {
 }
 _compiled: dict[str, Any] = {}
 """The programs of this process, by JAX's key of each."""
+_requested: list[str] = []
+"""The keys of the programs that were needed since the process last counted its regions of memory."""
+_MAPS = Path("/proc/self/maps")
 
 
 def prepare() -> None:
@@ -87,6 +90,7 @@ def share_compiled(folder: Path) -> None:
             keep(key, *rest)
 
     def read_here(name: str, key: str, *rest: Any) -> tuple[Any, int | None]:
+        _requested.append(key)
         *_, callbacks = rest
         if here() and not callbacks:
             return _compiled.get(key), 0
@@ -97,7 +101,20 @@ def share_compiled(folder: Path) -> None:
 
 
 def forget_compiled() -> None:
-    """Free the programs that are kept in memory."""
+    """Free the programs that are kept in memory before they are too many for one process.
+
+    The kernel lets a process map 65,530 regions; XLA:CPU maps a few for each program, and crashes beyond.
+    Counting 50,000 takes as long as compiling two small programs, so it happens after every 64 programs.
+    Freeing them takes half a minute, and the next tests compile again what they share.
+    """
+    if len(_requested) < 64 or not _MAPS.exists():
+        return
+    _requested.clear()
+    if _MAPS.read_bytes().count(b"\n") > 56_000:
+        _forget()
+
+
+def _forget() -> None:
     import jax
 
     _compiled.clear()

@@ -1,5 +1,6 @@
 """Fixtures of finished runs."""
 
+import functools
 import gc
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import tyro
+from grain._src.python.experimental.index_shuffle.python import index_shuffle_module
 from micro_run import micro_config
 from tyro._parsers import ParserSpecification
 
@@ -65,6 +67,16 @@ def shared_parsers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParserSpecification, "from_callable_or_type", described)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_orders() -> Iterator[None]:
+    """Grain computes each place in a shuffled order once: with few rows, a place takes it milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            index_shuffle_module, "index_shuffle", functools.cache(index_shuffle_module.index_shuffle)
+        )
         yield
 
 

@@ -23,7 +23,7 @@ from zerojax.interop.huggingface.mapping import (
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.matmul.lora import merged
 from zerojax.sharding.layers import layer_at
-from zerojax.sharding.layout import ParamLayout, unflatten
+from zerojax.sharding.layout import ParamLayout, unflatten, without_place
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.frozen import decode_frozen
@@ -90,20 +90,20 @@ def gather_layer(
     ``stored`` is as in ``TrainState.params`` or ``TrainState.frozen``, and ``layer`` is from ``layers_of``.
     """
 
+    one = replace(without_place(leaf), stack=())  # weights of one layout share a compiled function
+
     def pick(x: Array, layer: Array) -> Array:
         return layer_at(x, layer) if leaf.stack else to_device(x)
 
     def gather(stored: Any, layer: Array) -> Array:
-        one = jax.tree.map(lambda x: pick(x, layer), stored)
-        return (
-            decode_frozen(replace(one, layout=replace(leaf, stack=())))
-            if leaf.frozen
-            else unflatten(one, leaf)
-        )
+        picked = jax.tree.map(lambda x: pick(x, layer), stored)
+        return decode_frozen(picked) if one.frozen else unflatten(picked, one)
 
     everyone = spec.sharding(PartitionSpec())
-    run = spec.once(f"layer of {leaf.name}", lambda: jax.jit(gather, out_shardings=everyone))
-    return np.asarray(run(stored, jnp.int32(layer or 0)))
+    run = spec.once_on_mesh(
+        f"layer of {one} of {leaf.stack}", lambda: jax.jit(gather, out_shardings=everyone)
+    )
+    return np.asarray(run(replace(stored, layout=one) if leaf.frozen else stored, jnp.int32(layer or 0)))
 
 
 def cast(name: str, values: Float32[np.ndarray, "..."], dtype: str) -> np.ndarray:
