@@ -133,6 +133,18 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "lora_alpha": 3,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
     },
+    "families/gemma4-e2b": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "per_layer_input_gate",
+            "per_layer_projection",
+            "up_proj",
+        ],
+    },
     "families/gemma4-moe": {
         "r": 2,
         "lora_alpha": 3,
@@ -314,6 +326,16 @@ FAMILIES: dict[str, Any] = {
         top_k_experts=2,
         moe_intermediate_size=12,
         layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma4-e2b": transformers.Gemma4TextConfig(
+        **TINY | GEMMA4 | {"num_hidden_layers": 7, "hidden_size_per_layer_input": 4, "rms_norm_eps": 0.1},
+        vocab_size_per_layer_input=VOCABULARY,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=1.0,
+        layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", *["sliding"] * 2, "full")
+        ],
     ),
     "mistral": transformers.MistralConfig(**TINY, sliding_window=6),
     "qwen2": transformers.Qwen2Config(**TINY, max_window_layers=2, tie_word_embeddings=True),

@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.errors import ConfigurationError
 
 FACTORS = np.array([1.0, -2.0, 0.5], np.float32)
 
@@ -153,3 +155,85 @@ def test_gradients_flow_through_state_and_what_differs_by_layer(loss, zero):
     found = jax.tree.map(jnp.subtract, weights, zerojax.gather_params(state))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
         assert jnp.linalg.norm(ours - theirs) < 1e-4 * jnp.linalg.norm(theirs)
+
+
+class Giving(nnx.Module):
+    """A layer whose product later layers read."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        made = self.linear(x[0])
+        return x[0] + jnp.tanh(made), made
+
+
+class Reading(nnx.Module):
+    """A layer that reads an earlier layer's product, in place of one of its own."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(1 + 0.1 * jax.random.normal(rngs.params(), (4,)))
+
+    def __call__(self, x: jax.Array, read: jax.Array) -> jax.Array:
+        return x + jnp.sin(self.scale[...] * read * x)
+
+
+class InTwoParts(nnx.Module):
+    """The last three layers read the product of the second."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stack = zerojax.Stack([Giving, Giving, Reading, Reading, Reading], 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x, read = self.stack((x, jnp.zeros_like(x)), layers=range(2))
+        return self.stack(x, read, layers=range(2, 5))
+
+
+def in_two_parts_by_hand(weights: Any, x: jax.Array) -> jax.Array:
+    giving, reading = (weights["stack"][name]["block"] for name in "02")
+    made = x
+    for kernel, bias in zip(giving["linear"]["kernel"], giving["linear"]["bias"], strict=True):
+        made = x @ kernel + bias
+        x = x + jnp.tanh(made)
+    for scale in reading["scale"]:
+        x = x + jnp.sin(scale * made * x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {},
+        pytest.param(
+            {"remat": "none", "accumulate": 2, "accumulate_order": "breadth"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"host": ("optimizer",), "update_in_backward": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_results_of_some_layers_are_arguments_of_later_ones(zero: dict[str, Any]):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    tx = optax.adam(0.1)
+    state = zerojax.TrainState.create(
+        InTwoParts,
+        tx,
+        lambda model, x: jnp.mean(model(x) ** 2),
+        mesh=zerojax.make_mesh(2, 2),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", **zero),
+    )
+    before = zerojax.gather_params(state)
+    loss = jax.value_and_grad(lambda weights: jnp.mean(in_two_parts_by_hand(weights, jnp.asarray(x)) ** 2))
+    expected, gradients = jax.jit(loss)(before)
+    wanted = optax.apply_updates(before, tx.update(gradients, tx.init(before), before)[0])
+    state, metrics = zerojax.train_step(state, x)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, atol=2e-4)
+    jax.tree.map(close, zerojax.gather_params(state), wanted)
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, 5), range(5, 9), range(0)])
+def test_a_part_of_a_stack_has_all_layers_of_its_kinds(layers: range):
+    stack = InTwoParts(nnx.Rngs(0)).stack
+    with pytest.raises(
+        ConfigurationError, match=r"a Stack of kinds \(0, 0, 1, 1, 1\) was called with layers"
+    ):
+        stack(jnp.ones((2, 4)), layers=layers)

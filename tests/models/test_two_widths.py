@@ -169,7 +169,7 @@ def test_quantized_presets_learn(preset: Literal["zero++", "delta"]):
     ("keys", "message"),
     [
         ({"sliding_window": None, "sliding_window_pattern": None}, r"(rope_local_theta|full_head_width) = "),
-        ({"no_rope_layers": (1,)}, "no_rope_layers is not supported with full_head_width"),
+        ({"no_rope_layers": (1,)}, "no_rope_layers is not supported with kv_shared_layers"),
         ({"full_head_width": 5}, "rotates pairs, but a head is 5 wide"),
         ({"full_kv_heads": 3}, "heads = 4 is not a multiple of kv_heads = 3"),
     ],

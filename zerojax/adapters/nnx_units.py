@@ -119,6 +119,7 @@ class Stack(nnx.Module):
         *args: PyTree,
         by_layer: dict[str, Array] | None = None,
         by_kind: dict[str, Sequence[PyTree]] | None = None,
+        layers: range | None = None,
         method: str = "__call__",
         **kwargs: PyTree,
     ) -> PyTree[Array]:
@@ -132,6 +133,8 @@ class Stack(nnx.Module):
                 its own part.
             by_kind: arguments that differ between kinds, by name: a value for each kind, in the order of
                 their first layers.
+            layers: the layers to run, if not all: ``range(6)`` are the first six. Other layers must be of
+                other kinds. Results of some layers can so become arguments of later ones.
             method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
@@ -139,8 +142,10 @@ class Stack(nnx.Module):
             The output of the last block.
 
         Raises:
-            ConfigurationError: an argument is a module with state, which the blocks could not change.
+            ConfigurationError: an argument is a module with state, which the blocks could not change; or
+                ``layers`` are none, or not all layers of their kinds.
         """
+        chosen, order = self._chosen(range(self.layers) if layers is None else layers)
         for module in modules_in((args, kwargs, by_kind)):
             if names := [path for path, _ in nnx.to_flat_state(nnx.state(module, STATE))]:
                 raise ConfigurationError(
@@ -149,24 +154,36 @@ class Stack(nnx.Module):
                     "the block, or call it outside the Stack."
                 )
         arrays, join = split_arrays((args, kwargs, by_kind or {}))
-        blocks = list(self.stacked.values())
+        every = list(self.stacked.values())
+        blocks = [every[kind] for kind in chosen]
         kinds = [
-            _scanned(block, method, join, kind, _of_kind(self.order, kind, by_layer or {}))
-            for kind, block in enumerate(blocks)
+            _scanned(every[kind], method, join, kind, _of_kind(self.order, kind, by_layer or {}))
+            for kind in chosen
         ]
         weights = [weight for kind in kinds for weight in kind.weights]
         if weights and all(is_gathered(weight) for weight in weights):
-            x, after = scan_units(Order(self.order), kinds, x, arrays)
+            x, after = scan_units(order, kinds, x, arrays)
             for block, (weights, state) in zip(blocks, after, strict=True):
                 if weights is not None:
                     # Like state: the next call begins with them, and the step finds them in the model.
                     nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
                 nnx.update(block, state)
             return x
-        x, states = _run_whole(Order(self.order), kinds, x, arrays)
+        x, states = _run_whole(order, kinds, x, arrays)
         for block, state in zip(blocks, states, strict=True):
             nnx.update(block, state)
         return x
+
+    def _chosen(self, layers: range) -> tuple[list[int], Order]:
+        """The kinds of some layers, and the order of these layers."""
+        own = [self.order[number] for number in layers if number in range(self.layers)]
+        kinds = sorted(set(own))
+        if not kinds or len(own) != sum(map(self.order.count, kinds)):
+            raise ConfigurationError(
+                f"a Stack of kinds {self.order} was called with layers={layers}: name all layers of the "
+                "kinds that should run. To split the layers of a kind, make two Stacks."
+            )
+        return kinds, Order(tuple(map(kinds.index, own)))
 
 
 def _stacked(block: Block, layers: int, rngs: nnx.Rngs) -> nnx.Module:

@@ -9,7 +9,7 @@ gradient takes longer than a second matmul.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,27 @@ from zerojax.schedule.tiles import tiled
 
 Hidden = Float[Array, "batch time d_model"]
 Heads = Float[Array, "batch time heads value_dim"]
-Stream = Hidden | tuple[Hidden, RouterStats]
-"""A block's input and output: the residual stream, and the routers' statistics if ``GPT.routed`` asks for
-them.
+Keys = dict[bool, tuple[Array, Array]]
+"""Keys and values of the last layer with the sliding window (True), and of the last one without (False)."""
 
-The statistics have one row for each layer with experts. Each such block drops the first row and appends its
-own.
-"""
+
+class Stream(NamedTuple):
+    """A block's input and output.
+
+    Attributes:
+        hidden: the residual stream.
+        stats: the routers' statistics, if ``GPT.routed`` asks for them. They have one row for each layer with
+            experts. Each such block drops the first row and appends its own.
+        keys: each block puts its keys and values here, if later layers read some; otherwise None.
+        caches: of all layers, while they decode.
+    """
+
+    hidden: Hidden
+    stats: RouterStats | None = None
+    keys: Keys | None = None
+    caches: Caches = ()
+
+
 Routed = tuple[Hidden, RouterStats | None]
 Mask = Bool[Array, "batch time d_model"]
 Projected = tuple[Array, ...]
@@ -111,8 +125,9 @@ class Attention(nnx.Module):
         if c.qk_norm:
             query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
             self.query_norm = rms_norm(c, query * c.head_dim, rngs)
-            self.key_norm = rms_norm(c, key * c.head_dim, rngs)
-        if c.value_norm:
+            if not c.shares_keys:
+                self.key_norm = rms_norm(c, key * c.head_dim, rngs)
+        if c.value_norm and not c.shares_keys:
             self.value_norm = nnx.RMSNorm(c.value_dim, epsilon=c.norm_eps, use_scale=False, rngs=rngs)
         if c.attention_gate:
             self.gate = _linear(c.d_model, c.attention_width, rngs, c.init_std, biases=False)
@@ -120,21 +135,31 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> Projected:
-        """Queries [batch, time, heads, head_dim], keys and values with ``kv_heads``; a gate if it has one."""
+        """Queries [batch, time, heads, head_dim], keys and values with ``kv_heads``; a gate if it has one.
+
+        A layer with an earlier layer's keys and values has queries alone.
+        """
         c = self.config
-        kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], -1, c.head_dim)
-        q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
+        q, k, v = jnp.split(heads, [c.heads, c.heads + c.keys_width // c.head_dim], axis=2)
+        q = self._placed(q, "query_norm", rope, kind)
+        q = q if rope is None else _scaled(q, rope)
+        own = () if c.shares_keys else self._keys_and_values(k, v, rope, kind)
+        return (q, *own, self.gate(x)) if c.attention_gate else (q, *own)
+
+    def _keys_and_values(self, k: Array, v: Array, rope: Rope | None, kind: RopeKind) -> tuple[Array, Array]:
+        c = self.config
         v = k if c.keys_as_values else v
         v = self.value_norm(v) if c.value_norm else v
+        return self._placed(k, "key_norm", rope, kind), v
+
+    def _placed(self, heads: Array, norm: str, rope: Rope | None, kind: RopeKind) -> Array:
+        """Queries or keys, normed and rotated."""
+        c = self.config
         if c.qk_norm and not c.qk_norm_rotated:
-            q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
-        if rope is not None:
-            q, k = self._rotated(q, rope, kind), self._rotated(k, rope, kind)
-        if c.qk_norm_rotated:
-            q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
-        q = q if rope is None else _scaled(q, rope)
-        return (q, k, v, self.gate(x)) if c.attention_gate else (q, k, v)
+            heads = self._normed(getattr(self, norm), heads)
+        heads = heads if rope is None else self._rotated(heads, rope, kind)
+        return self._normed(getattr(self, norm), heads) if c.qk_norm_rotated else heads
 
     def _rotated(self, x: Array, rope: Rope, kind: RopeKind) -> Array:
         return apply_rope(x, rope.table(kind), interleaved=self.config.rope_interleaved)
@@ -146,19 +171,20 @@ class Attention(nnx.Module):
 
     def decode(
         self,
-        x: Hidden,
-        rope: Rope | None,
+        new: Cached,
         positions: Positions,
         cache: KVCache,
         layer: int | Int[Array, ""],
         windowed: Windowed,
-        kind: RopeKind,
     ) -> tuple[Heads, KVCache]:
-        """Add new tokens to the cache, and return their attention to it before the output projection."""
-        (query, key, value, *gate), latent = self.to_cache(x, rope, kind)
-        new = query, key, value
+        """Add new tokens to the cache, and return their attention to it before the output projection.
+
+        ``new`` is from ``to_cache``.
+        """
+        (query, key, value, *gate), latent = new
+        qkv = query, key, value
         heads, cache = attend_cached(
-            self.config, new, positions, cache, layer, windowed, self.scores_of_sinks, latent
+            self.config, qkv, positions, cache, layer, windowed, self.scores_of_sinks, latent
         )
         return _gated(heads, gate), cache
 
@@ -331,6 +357,21 @@ def _unchanged(x: Hidden) -> Hidden:
     return x
 
 
+class LayerInput(nnx.Module):
+    """The branch that adds a layer's own input to the residual stream (Gemma 4 E2B)."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        c = config
+        self.activation: Activation = c.mlp
+        self.gate = _linear(c.d_model, c.layer_inputs, rngs, c.init_std, biases=False)
+        self.out = _linear(c.layer_inputs, c.d_model, rngs, _residual_std(c), biases=False)
+        self.norm = residual_norm(c, rngs)
+
+    def __call__(self, x: Hidden, own: Float[Array, "batch time width"]) -> Hidden:
+        """The branch, from the residual stream and the layer's input."""
+        return self.norm(self.out(ACTIVATIONS[self.activation](self.gate(x), own)))
+
+
 class LayerScale(nnx.Variable):
     """The factor of a layer's output. It is state, because training keeps it."""
 
@@ -341,7 +382,8 @@ class Block(nnx.Module):
     In a layer of config.recurrent_layers, a recurrent layer takes the place of attention. With
     config.mlp_layers a block has only one of the two branches.
     With config.pre_norms each branch begins with a norm, with config.post_norms it ends with one. With
-    parallel config.branches the block computes x + attention(norm(x)) + mlp(norm(x)).
+    parallel config.branches the block computes x + attention(norm(x)) + mlp(norm(x)). With
+    config.layer_inputs a third branch adds the layer's own input.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -362,41 +404,62 @@ class Block(nnx.Module):
             self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms and mixes)
         self.post_norm_mlp = norm(config.post_norms and has_mlp)
+        if config.layer_inputs:
+            self.input = LayerInput(config, rngs=rngs)
         if config.layer_scale:
             self.scale = LayerScale(jnp.ones(1, jnp.float32))
 
     def __call__(
         self,
-        x: Stream,
+        x: Hidden | Stream,
         rope: Rope | None = None,
         key: Key[Array, ""] | None = None,
         documents: Documents | None = None,
         windowed: Windowed = True,
         kind: RopeKind = None,
         layer: int | Int[Array, ""] = 0,
-    ) -> Stream:
+        keys: Keys | None = None,
+        own: Float[Array, "batch time width"] | None = None,
+    ) -> Hidden | Stream:
         """Apply the block.
 
         Args:
-            x: the residual stream, alone or with the statistics of earlier blocks' routers.
+            x: the residual stream, or a ``Stream``; the result is of the same type.
             rope: rotary positions, if the model has them.
             key: turns dropout on; all layers get the same key.
             documents: the documents of packed rows.
             windowed: whether this layer has the model's sliding window.
             kind: which table of ``rope`` this layer reads.
             layer: this layer's number, which makes its dropout mask differ from the others'.
+            keys: keys and values of earlier layers, for a layer without own ones.
+            own: the layer's own input, with config.layer_inputs.
         """
-        hidden, before = x if isinstance(x, tuple) else (x, None)
+        stream = x if isinstance(x, Stream) else Stream(x)
+        hidden, before, later, _ = stream
         rope = None if rope is None else rope.by_token(kind, len(hidden))
         heads = None
         if self.config.has_mixer:
-            heads = self._mixer.mix(self._tiled(self._project, hidden, rope), documents, windowed)
-        hidden, own = self.finish(hidden, heads, None if key is None else jax.random.fold_in(key, layer))
-        if before is None:
-            return hidden
-        if own is None:
-            return hidden, before
-        return hidden, jax.tree.map(lambda rows, row: jnp.concatenate([rows[1:], row[None]]), before, own)
+            projected, later = self._with_keys(self._tiled(self._project, hidden, rope), later, keys)
+            heads = self._mixer.mix(projected, documents, windowed)
+        key = None if key is None else jax.random.fold_in(key, layer)
+        hidden, stats = self.finish(hidden, heads, key, own)
+        if before is not None and stats is not None:
+            before = jax.tree.map(lambda rows, row: jnp.concatenate([rows[1:], row[None]]), before, stats)
+        return Stream(hidden, before, later) if isinstance(x, Stream) else hidden
+
+    def _with_keys(
+        self, projected: Projected, later: Keys | None, keys: Keys | None
+    ) -> tuple[Projected, Keys | None]:
+        """The projections with the keys and values that the layer reads, and those for later layers."""
+        window = self.config.sliding_window is not None
+        if self.config.shares_keys:
+            assert keys is not None
+            query, *gate = projected
+            return (query, *keys[window], *gate), later
+        if later is not None:
+            _, key, value, *_ = projected
+            later = later | {window: (key, value)}
+        return projected, later
 
     @property
     def _mixer(self) -> Any:
@@ -405,7 +468,7 @@ class Block(nnx.Module):
 
     def decode(
         self,
-        x: tuple[Hidden, Caches],
+        x: Stream,
         rope: Rope | None,
         positions: Positions,
         end: Int[Array, " batch"],
@@ -414,25 +477,36 @@ class Block(nnx.Module):
         layer: int | Int[Array, ""],
         windowed: Windowed = True,
         kind: RopeKind = None,
-    ) -> tuple[Hidden, Caches]:
+        keys: Keys | None = None,
+        own: Float[Array, "batch time width"] | None = None,
+    ) -> Stream:
         """Apply the block to new tokens, which attend to the cache and are added to it.
 
-        ``x`` is the residual stream and the caches of all layers. Tokens at positions from ``end`` on are
-        padding, ``cache`` is the number of the layer's cache, and ``layer`` the layer's index in it. For the
-        other arguments see ``__call__``.
+        Tokens at positions from ``end`` on are padding, ``cache`` is the number of the layer's cache, and
+        ``layer`` the layer's index in it. A layer without own keys and values adds the same ones again. For
+        the other arguments see ``__call__``.
         """
-        hidden, caches = x
-        normed, own, heads = self.norm_attention(hidden), caches[cache], None
-        if isinstance(own, Recurrence):
-            heads, own = self.recurrent.decode(normed, positions, end, own, layer)
-        elif own is not None:
-            heads, own = self.attention.decode(normed, rope, positions, own, layer, windowed, kind)
-        return self.finish(hidden, heads)[0], (*caches[:cache], own, *caches[cache + 1 :])
+        hidden, _, later, caches = x
+        normed, memory, heads = self.norm_attention(hidden), caches[cache], None
+        if isinstance(memory, Recurrence):
+            heads, memory = self.recurrent.decode(normed, positions, end, memory, layer)
+        elif memory is not None:
+            projected, latent = self.attention.to_cache(normed, rope, kind)
+            projected, later = self._with_keys(projected, later, keys)
+            heads, memory = self.attention.decode((projected, latent), positions, memory, layer, windowed)
+        hidden, _ = self.finish(hidden, heads, own=own)
+        return Stream(hidden, None, later, (*caches[:cache], memory, *caches[cache + 1 :]))
 
-    def finish(self, x: Hidden, heads: Heads | None, key: Key[Array, ""] | None = None) -> Routed:
+    def finish(
+        self,
+        x: Hidden,
+        heads: Heads | None,
+        key: Key[Array, ""] | None = None,
+        own: Float[Array, "batch time width"] | None = None,
+    ) -> Routed:
         """The block's output and its router's statistics, from the block's input and its attention's heads.
 
-        ``heads`` is None for a block that is only an MLP.
+        ``heads`` is None for a block that is only an MLP. ``own`` is as in ``__call__``.
         Experts are not tiled: they exchange tokens in rounds, and their routers count tokens.
         """
         kept = None
@@ -440,8 +514,8 @@ class Block(nnx.Module):
             keys = jax.random.split(key)
             kept = [dropout_mask(x, self.config.dropout, key) for key in keys]
         if self.config.experts:
-            return self._finish(x, heads, kept)
-        return self._tiled(lambda *tile: self._finish(*tile)[0], x, heads, kept), None
+            return self._finish(x, heads, kept, own)
+        return self._tiled(lambda *tile: self._finish(*tile)[0], x, heads, kept, own), None
 
     def _tiled[T](self, function: Callable[..., T], *xs: Any) -> T:
         """Apply a function that treats each token alone to a tile of tokens at a time."""
@@ -450,7 +524,9 @@ class Block(nnx.Module):
     def _project(self, x: Hidden, rope: Rope | None) -> Projected:
         return self._mixer.project(self.norm_attention(x), rope)
 
-    def _finish(self, x: Hidden, heads: Heads | None, kept: Sequence[Mask] | None) -> Routed:
+    def _finish(
+        self, x: Hidden, heads: Heads | None, kept: Sequence[Mask] | None, own: Array | None
+    ) -> Routed:
         first, second = kept or (None, None)
         attended = x
         if heads is not None:
@@ -463,6 +539,7 @@ class Block(nnx.Module):
         out = self.mlp.beside(normed, stream) if isinstance(self.mlp, NormedExperts) else self.mlp(normed)
         out, stats = out if isinstance(out, tuple) else (out, None)
         out = attended + self._added(self.post_norm_mlp(out), second)
+        out = out if own is None else out + self.input(out, own)
         return out * self.scale[...].astype(out.dtype) if self.config.layer_scale else out, stats
 
     def _added(self, x: Hidden, kept: Mask | None) -> Hidden:

@@ -48,16 +48,21 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         return self.heads * self.value_dim if self.attention_layers else 0
 
     @property
+    def keys_width(self) -> int:
+        """Width of all heads' projected keys together: 0 if they are an earlier layer's."""
+        return 0 if self.shares_keys else self.key_value_heads * self.head_dim
+
+    @property
     def values_width(self) -> int:
-        """Width of all heads' projected values together: 0 if they are the keys."""
-        return 0 if self.keys_as_values else self.key_value_heads * self.value_dim
+        """Width of all heads' projected values together: 0 if they are the keys, or an earlier layer's."""
+        return 0 if self.keys_as_values or self.shares_keys else self.key_value_heads * self.value_dim
 
     @property
     def qkv_width(self) -> int:
         """Width of all heads' projected queries, keys and values together; 0 without attention."""
         if not self.attention_layers:
             return 0
-        return (self.heads + self.key_value_heads) * self.head_dim + self.values_width
+        return self.heads * self.head_dim + self.keys_width + self.values_width
 
     @property
     def rope_width(self) -> int:
@@ -149,6 +154,24 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         return len(self.recurrent_layers) == self.layers
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether every layer has an earlier layer's keys and values, as in ``of_layer`` of such a layer."""
+        return self.kv_shared_layers == self.layers
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """All layers; or those with keys and values of their own, and those without."""
+        first = self.layers - self.kv_shared_layers
+        return (range(first), range(first, self.layers)) if self.kv_shared_layers else (range(first),)
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """For each layer, the layer whose keys and values it reads."""
+        own, windowed = self.parts[0], self.windowed
+        last = {windowed[number]: number for number in own}
+        return tuple(number if number in own else last[windowed[number]] for number in range(self.layers))
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
         others = {*self.recurrent_layers, *(self.mlp_layers or ())}
@@ -181,6 +204,10 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         if self.experts:
             own |= {"dense_layers": (), "dense_ffn": None}
             own |= {} if number in self.expert_layers else {"experts": 0, "ffn": self.dense_ffn}
+        shares = number >= self.layers - self.kv_shared_layers
+        own |= {"kv_shared_layers": self.layers if shares else 0, "kv_shared_ffn": None}
+        if shares and self.kv_shared_ffn is not None:
+            own["ffn"] = self.kv_shared_ffn
         if self.windows_differ:
             own |= self._of_window(self.windowed[number])
         changed = any(getattr(self, name) != value for name, value in own.items())
@@ -188,8 +215,8 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def windows_differ(self) -> bool:
-        """Whether layers with the sliding window have other weights than the others."""
-        full = self.full_head_width, self.full_kv_heads, self.keys_as_values or None
+        """Whether layers with the sliding window have other weights, or other keys, than the others."""
+        full = self.full_head_width, self.full_kv_heads, self.keys_as_values or self.kv_shared_layers or None
         return self.sliding_window is not None and full != (None, None, None)
 
     def _of_window(self, windowed: bool) -> dict[str, Any]:
@@ -206,11 +233,12 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
     def order(self) -> tuple[int, ...]:
         """The number of each layer's kind, from 0.
 
-        Layers of a kind have the same branches: recurrent or not, with experts or not. If ``windows_differ``,
-        all or none of them have the sliding window.
+        Layers of a kind have the same branches: recurrent or not, with experts or not, with keys or not. If
+        ``windows_differ``, all or none of them have the sliding window.
         """
         windowed = [number for number, one in enumerate(self.windowed) if one and self.windows_differ]
-        some = self.dense_layers, self.recurrent_layers, self.mlp_layers or (), windowed
+        shared = range(self.layers - self.kv_shared_layers, self.layers)
+        some = self.dense_layers, self.recurrent_layers, self.mlp_layers or (), windowed, shared
         groups = list(map(set, some))
         kinds = [tuple(number in group for group in groups) for number in range(self.layers)]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}

@@ -17,7 +17,7 @@ _COUNTS = (
 )
 _OPTIONAL_COUNTS = (
     *("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window"),
-    *("full_kv_heads", "full_head_width", "recurrent_heads", "recurrent_key_heads"),
+    *("full_kv_heads", "full_head_width", "kv_shared_ffn", "recurrent_heads", "recurrent_key_heads"),
     *("latent_rank", "latent_query_rank", "latent_rope_width", "latent_value_width"),
 )
 _POSITIVE = (
@@ -33,6 +33,10 @@ _ROTARY = 'positions = "rope"', lambda c: c.positions == "rope"
 _NORMED = "qk_norm = true", lambda c: c.qk_norm
 _LATENT = "latent_rank", lambda c: c.latent_rank is not None
 _UNTIED = "tied = false (a separate output projection)", lambda c: not c.tied
+_ONE_KIND = (
+    "attention and an MLP in all layers (no recurrent_layers, no mlp_layers)",
+    lambda c: not c.recurrent_layers and c.mlp_layers is None,
+)
 _BIASES = "biases = false (otherwise all layers have biases)", lambda c: not c.biases
 _NEEDS: tuple[tuple[str, tuple[str, "Callable[[GPTConfig], object]"]], ...] = (
     ("position_offset", ('positions = "learned"', lambda c: c.positions == "learned")),
@@ -55,6 +59,12 @@ _NEEDS: tuple[tuple[str, tuple[str, "Callable[[GPTConfig], object]"]], ...] = (
     ("shared_norms", ('norm = "rms"', lambda c: c.norm == "rms")),
     ("shared_norms", ('branches = "sequential"', lambda c: c.branches == "sequential")),
     ("shared_ffn", ("biases = false", lambda c: not (c.biases and c.experts))),
+    ("kv_shared_ffn", ("kv_shared_layers", lambda c: c.kv_shared_layers > 0)),
+    *((name, _ONE_KIND) for name in ("kv_shared_layers", "layer_inputs")),
+    ("kv_shared_layers", ("no latent_rank", lambda c: c.latent_rank is None)),
+    ("kv_shared_ffn", ("experts = 0", lambda c: not c.experts)),
+    ("layer_inputs", ("a gated mlp (geglu or swiglu)", lambda c: c.gated)),
+    ("layer_inputs", ('norm = "rms"', lambda c: c.norm == "rms")),
 )
 """Field, and the setting that it needs if it differs from its default: as text, and as a condition."""
 _MAX_LAYERS = 10_000
@@ -189,8 +199,8 @@ def _check_rope(c: "GPTConfig") -> None:
     _check_layers(c, "no_rope_layers")
     require(
         not (c.windows_differ and c.no_rope_layers),
-        "no_rope_layers is not supported with full_head_width, full_kv_heads, or keys_as_values in layers "
-        "without the window: leave it out",
+        "no_rope_layers is not supported with kv_shared_layers, or with full_head_width, full_kv_heads or "
+        "keys_as_values in layers without the window: leave it out",
     )
     require(
         c.rope_scaling != "yarn" or c.rope_theta > 1,
@@ -214,6 +224,16 @@ def _check_features(c: "GPTConfig") -> None:
     )
     if c.mlp_layers is not None:
         _check_one_branch(c)
+    for name in ("layer_inputs", "kv_shared_layers"):
+        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
+    first = c.layers - c.kv_shared_layers
+    require(first >= 0, f"kv_shared_layers = {c.kv_shared_layers} must be below layers = {c.layers}")
+    windows = set(c.windowed)
+    require(
+        c.shares_keys or windows == set(c.windowed[:first]),
+        f"kv_shared_layers = {c.kv_shared_layers}: no earlier layer has the window of some of these layers. "
+        "Lower it",
+    )
     pattern, layers = c.sliding_window_pattern, c.sliding_window_layers
     require(
         pattern is None or pattern >= 2, f"sliding_window_pattern = {pattern} must be at least 2, or left out"

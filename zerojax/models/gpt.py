@@ -21,7 +21,17 @@ from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats
 from zerojax.matmul.late_zeros import zeros_after
 from zerojax.models.attention import segment_lengths, segment_positions
-from zerojax.models.block import Block, Hidden, Routed, Stream, dropout_mask, dropped, residual_norm
+from zerojax.models.block import (
+    Block,
+    Hidden,
+    Keys,
+    Routed,
+    Stream,
+    dropout_mask,
+    dropped,
+    residual_norm,
+    rms_norm,
+)
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Segments, document_offsets
 from zerojax.models.kv_cache import Caches, KVCache, empty_caches
@@ -65,6 +75,28 @@ def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     return nnx.Embed(rows, c.d_model, embedding_init=init, rngs=rngs)
 
 
+class LayerInputs(nnx.Module):
+    """An input of each layer for each token: a row of a second embedding, and a projection of the first's."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        c = config
+        self.config = c
+        width, init = c.layers * c.layer_inputs, nnx.initializers.normal(c.init_std)
+        self.embed = nnx.Embed(c.vocab_size, width, embedding_init=init, rngs=rngs)
+        self.projection = nnx.Linear(c.d_model, width, use_bias=False, kernel_init=init, rngs=rngs)
+        self.norm = rms_norm(c, c.layer_inputs, rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "batch time"], x: Hidden
+    ) -> Float[Array, "layers batch time width"]:
+        """The inputs of all layers; ``x`` are the scaled token embeddings."""
+        c = self.config
+        shape = (*tokens.shape, c.layers, c.layer_inputs)
+        embedded = look_up(self.embed.embedding[...], tokens).reshape(shape) * c.layer_inputs**0.5
+        projected = self.norm((self.projection(x) * c.d_model**-0.5).reshape(shape))
+        return jnp.moveaxis((projected + embedded) * 0.5**0.5, 2, 0)
+
+
 Ropes = Rope | list[Rope] | None
 """The rotary positions of all layers, of each kind of layers, or None."""
 
@@ -85,18 +117,24 @@ _COLUMNS = 8
 class GPT(nnx.Module):
     """A decoder-only language model.
 
-    Its modules are ``embed``, ``position`` (learned positions only), ``blocks``, ``norm``, and ``head``
-    (untied only). The blocks are a ``Stack``, or an ``nnx.List`` if config.scan is false.
+    Its modules are ``embed``, ``position`` (learned positions only), ``layer_inputs`` (if it has a width),
+    ``blocks``, ``norm``, and ``head`` (untied only). The blocks are a ``Stack``, or an ``nnx.List`` if
+    config.scan is false.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         c = config
         self.config = c
         self.deterministic = False  # set by model.eval()
+        if c.shares_keys:
+            raise ConfigurationError(
+                f"[model] kv_shared_layers = {c.kv_shared_layers} must be below layers = {c.layers}"
+            )
         self.embed = _embedding(c, c.vocab_size, rngs)
         if c.positions == "learned":
             self.position = _embedding(c, c.position_offset + c.max_seq_len, rngs)
-
+        if c.layer_inputs:
+            self.layer_inputs = LayerInputs(c, rngs=rngs)
         if c.scan:
             kinds = [partial(Block, kind) for kind, _ in c.kinds]
             self.blocks = Stack([kinds[kind] for kind in c.order], c.layers, rngs=rngs)
@@ -146,16 +184,16 @@ class GPT(nnx.Module):
             return x, [rope_of(kind, positions, length) for kind, _ in c.kinds]
         return x, rope_of(c, positions, length)
 
-    def _through[T](
+    def _through(
         self,
-        x: T,
+        x: Stream,
         rope: Ropes,
         *,
         shared: Mapping[str, Any],
-        by_layer: Mapping[str, Sequence[int]],
+        by_layer: Mapping[str, Sequence[int] | Array],
         by_kind: Mapping[str, Sequence[int]] | None = None,
         method: str = "__call__",
-    ) -> T:
+    ) -> Stream:
         """Run all blocks on ``x`` and return the last one's output.
 
         All blocks get the ``shared`` arguments. ``by_layer`` are arguments with a value for each block, and
@@ -169,14 +207,29 @@ class GPT(nnx.Module):
             arguments = {"windowed": c.windowed, "kind": rope_kinds(c)}
             by_layer = {**by_layer, **{name: own for name, own in arguments.items() if len(set(own)) > 1}}
             shared = {**shared, "rope": rope}
-        if isinstance(self.blocks, nnx.List):
-            for number, (kind, block) in enumerate(zip(c.order, self.blocks, strict=True)):
+        arrays = {name: jnp.asarray(values) for name, values in by_layer.items()}
+        if c.kv_shared_layers:
+            x = x._replace(keys=self._no_keys(x.hidden))
+        for layers in c.parts:
+            keys = {}
+            if layers.start:  # these layers read the same keys, which are not passed from layer to layer
+                x, keys = x._replace(keys=None), {"keys": x.keys}
+            if isinstance(self.blocks, Stack):
+                options = {"layers": layers, "by_layer": arrays, "by_kind": by_kinds, "method": method}
+                x = self.blocks(x, **shared, **keys, **options)
+                continue
+            for number in layers:
                 own = {name: values[number] for name, values in by_layer.items()}
-                own |= {name: values[kind] for name, values in by_kinds.items()}
-                x = getattr(block, method)(x, **shared, **own)
-            return x
-        arrays = {name: jnp.array(values) for name, values in by_layer.items()}
-        return self.blocks(x, **shared, by_layer=arrays, by_kind=by_kinds, method=method)
+                own |= {name: values[c.order[number]] for name, values in by_kinds.items()}
+                x = getattr(self.blocks[number], method)(x, **shared, **keys, **own)
+        return x
+
+    def _no_keys(self, x: Hidden) -> Keys:
+        """Zeros in place of the keys and values that later layers read."""
+        own = (self.config.of_layer(number) for number in self.config.parts[0])
+        shapes = {c.sliding_window is not None: (*x.shape[:2], c.key_value_heads, c.head_dim) for c in own}
+        zeros = {window: jnp.zeros(shape, x.dtype) for window, shape in shapes.items()}
+        return {window: (own, own) for window, own in zeros.items()}
 
     def _finish(self, x: Hidden) -> Hidden:
         """The output of the last block, normed and scaled for the logits."""
@@ -255,18 +308,26 @@ class GPT(nnx.Module):
             positions, lengths = jnp.arange(length), length
         else:
             positions, lengths = segment_positions(segments), own_tokens(segment_lengths(segments))
-        hidden, rope = self.embed_tokens(own_tokens(tokens), own_tokens(positions, axis=-1), lengths)
+        own = own_tokens(tokens)
+        hidden, rope = self.embed_tokens(own, own_tokens(positions, axis=-1), lengths)
+        by_layer = self._inputs_of_layers(own, hidden)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
             hidden = dropped(hidden, c.dropout, dropout_mask(hidden, c.dropout, first))
         documents = None if segments is None else document_offsets(segments)
-        x: Stream = hidden if stats is None else (hidden, stats)
-        # The layer's number makes its dropout masks differ from the other layers'.
-        by_layer = {} if key is None else {"layer": range(c.layers)}
-        x = self._through(x, rope, shared={"key": key, "documents": documents}, by_layer=by_layer)
-        hidden, stats = x if isinstance(x, tuple) else (x, None)
-        return self._finish(hidden), stats
+        if key is not None:
+            # The layer's number makes its dropout masks differ from the other layers'.
+            by_layer["layer"] = range(c.layers)
+        shared = {"key": key, "documents": documents}
+        x = self._through(Stream(hidden, stats), rope, shared=shared, by_layer=by_layer)
+        return self._finish(x.hidden), x.stats
+
+    def _inputs_of_layers(
+        self, tokens: Int[Array, "batch time"], x: Hidden
+    ) -> dict[str, Sequence[int] | Array]:
+        """The blocks' argument ``own`` for each layer, if the model has it."""
+        return {"own": self.layer_inputs(tokens, x)} if self.config.layer_inputs else {}
 
     def __call__(
         self,
@@ -330,17 +391,23 @@ class GPT(nnx.Module):
         length = next(lengths) if c.rope_scaling == "longrope" else end[:, None]
         hidden, rope = self.embed_tokens(tokens, positions, length)
         # Layers of a kind share a cache, and "layer" is a layer's index in it.
-        order = c.order
-        places = [order[:number].count(kind) for number, kind in enumerate(order)]
-        hidden, cache = self._through(
-            (hidden, cache),
+        order, own = c.order, c.key_layers
+        places = [order[:number].count(order[number]) for number in own]
+        x = self._through(
+            Stream(hidden, caches=cache),
             rope,
             shared={"positions": positions, "end": end},
-            by_layer={"layer": places},
-            by_kind={"cache": range(len(cache))},
+            by_layer={"layer": places, **self._inputs_of_layers(tokens, hidden)},
+            by_kind={"cache": [order[own[order.index(kind)]] for kind in range(len(cache))]},
             method="decode",
         )
-        return self._finish(hidden), cache
+        return self._finish(x.hidden), x.caches
+
+
+def units_of(config: GPTConfig) -> tuple[type[nnx.Module], ...]:
+    """The ``ZeroConfig.units`` of a model, besides the layers of its ``Stack``."""
+    inputs = (LayerInputs,) if config.layer_inputs else ()
+    return inputs if config.scan else (Block, *inputs)
 
 
 def logits(

@@ -49,7 +49,7 @@ class KVCache(NamedTuple):
 
 
 Cache = KVCache | Recurrence | None
-"""The cache of the layers of one kind; None for MLPs alone."""
+"""The cache of the layers of one kind; None for MLPs alone, and for layers with earlier layers' keys."""
 Caches = tuple[Cache, ...]
 """The cache of a model: one for the layers of each of ``GPTConfig.kinds``."""
 
@@ -61,7 +61,7 @@ def empty_caches(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -
 
 def _empty(c: GPTConfig, layers: int, batch: int, length: int, dtype: DTypeLike) -> Cache:
     """The cache of the layers of one kind."""
-    if not c.has_mixer:
+    if not c.has_mixer or c.shares_keys:
         return None
     if c.all_recurrent:
         inputs = jnp.zeros((layers, batch, c.conv_width - 1, c.conv_channels), dtype)

@@ -38,6 +38,9 @@ class BlockOptions:
         mlp_layers: If set, each layer has one branch. These layers have the MLP or the experts, and the
             others have attention or a recurrent layer (Nemotron-H). None gives each layer both.
         residual_scale: Factor of each residual branch's output (Granite).
+        layer_inputs: Width of an input that each layer has for each token, beside the residual stream
+            (per-layer embeddings, Gemma 4 E2B). 0 means none. It is the sum of a second embedding's row and a
+            projection of the token embedding. A gate multiplies it after the MLP.
         layer_scale: Whether a layer's output is multiplied by a number of that layer (Gemma 4). The number is
             state: it begins at 1, and training keeps it.
         biases: Whether linear layers and layer norms have biases.
@@ -61,6 +64,7 @@ class BlockOptions:
     branches: Branches = "sequential"
     mlp_layers: tuple[int, ...] | None = None
     residual_scale: float = 1.0
+    layer_inputs: int = 0
     layer_scale: bool = False
     biases: bool = True
     norm_biases: bool = False
@@ -98,6 +102,9 @@ class AttentionOptions:
             with the sliding window have values of their own.
         full_head_width: Width of a head in layers without the sliding window, if it differs (Gemma 4).
         full_kv_heads: Key and value heads in layers without the sliding window, if their number differs.
+        kv_shared_layers: Number of layers at the end that have no keys and values. Each reads the keys and
+            values of the last earlier layer with the same window (Gemma 4 E2B).
+        kv_shared_ffn: Hidden width of the MLP in these layers; None means the same as in the others.
         attention_gate: Whether each head's output is multiplied by the sigmoid of a projection of the block's
             input (Qwen3-Next).
         attention_sinks: Whether each head's softmax has one more, learned score without a value (gpt-oss).
@@ -134,6 +141,8 @@ class AttentionOptions:
     keys_as_values: bool = False
     full_head_width: int | None = None
     full_kv_heads: int | None = None
+    kv_shared_layers: int = 0
+    kv_shared_ffn: int | None = None
     attention_gate: bool = False
     attention_sinks: bool = False
     query_scalar: float | None = None

@@ -27,7 +27,7 @@ class _Size(NamedTuple):
     Attributes:
         every: all of them.
         active: elements that one token meets: of its experts only.
-        is_matrix: whether the weight belongs to a block and multiplies tokens.
+        is_matrix: whether the weight multiplies tokens, except the output projection.
     """
 
     every: int
@@ -43,7 +43,7 @@ def _weights(config: GPTConfig) -> list[_Size]:
         of_experts = isinstance(x, ExpertParam)
         active = x.size * config.experts_per_token // config.experts if of_experts else x.size
         is_matrix = path[-1] in ("kernel", "router") or (of_experts and len(x.shape) == 3 + stacked)
-        found.append(_Size(x.size, active, stacked and is_matrix))
+        found.append(_Size(x.size, active, is_matrix))
     return found
 
 

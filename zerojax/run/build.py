@@ -18,7 +18,8 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Block, GPTConfig, lm_loss
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.gpt import units_of
 from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog, end_alone
@@ -52,7 +53,7 @@ class RunSetup:
         train = config.train
         self.config = config
         self.mesh = config.mesh.to_mesh()
-        self.zero = config.to_zero(units=() if config.model.scan else (Block,))
+        self.zero = config.to_zero(units_of(config.model))
         self.tx = make_optimizer(config.optimizer, train.steps) if trains else None
         self.spikes = (
             SpikeRule(train.spike_deviations, train.spike_window) if train.spike_deviations else None

@@ -52,7 +52,12 @@ def with_batching_rule[T: PyTree[Array]](rule: Rule, function: Callable[..., T])
     # Only there: a custom_vmap function that nothing maps has no gradient.
     if not _mapping.get():
         return function
-    call = jax.custom_batching.custom_vmap(lambda _, *args: function(*args))
+
+    def unbatched(_: Array, *args: PyTree[Array]) -> T:
+        with holding(_mapping, False):  # the rule batches the whole function, also such functions within it
+            return function(*args)
+
+    call = jax.custom_batching.custom_vmap(unbatched)
     call.def_vmap(lambda size, mapped, _, *args: rule(size, mapped[1:], *args))
     # For the same reason it gets an argument that is always mapped.
     return lambda *args: call(lax.axis_index(AXIS), *args)

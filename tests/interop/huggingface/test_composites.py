@@ -33,7 +33,7 @@ from zerojax.interop.huggingface import (
 )
 from zerojax.interop.huggingface.families import FAMILIES, read_model
 from zerojax.interop.huggingface.quantized import WeightFormat
-from zerojax.models import GPT, lm_loss
+from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
 
@@ -59,6 +59,12 @@ def imported(model: Path, folder: RunFolder) -> TrainState:
     return import_model(source, replace(config, data=data), folder)
 
 
+KEYS_OF_READERS = {
+    f"model.layers.{layer}.self_attn.{name}.weight": np.ones((2, 3), np.float32)
+    for layer in (4, 6)
+    for name in ("k_proj", "v_proj", "k_norm")
+}
+"""Published files of Gemma 4 E2B have keys and values of layers that read an earlier layer's."""
 MTP = {"mtp.fc.weight": np.ones((3, 5), np.float32), "mtp.scale": np.array(3, np.float16)}
 
 
@@ -68,6 +74,7 @@ MTP = {"mtp.fc.weight": np.ones((3, 5), np.float32), "mtp.scale": np.array(3, np
         ("qwen3-5-images", MTP, r"model.visual, mtp"),
         pytest.param("gemma3-images", {}, "multi_modal_projector, vision_tower", marks=pytest.mark.slow),
         ("gemma4-images", {}, "model.embed_vision, model.vision_tower"),
+        ("gemma4-e2b", KEYS_OF_READERS, "model.layers"),
         pytest.param("qwen3-next", MTP, "mtp", marks=pytest.mark.slow),
         pytest.param(
             "glm4-moe",
@@ -81,7 +88,7 @@ def test_all_other_tensors_pass_through_unchanged(name, more, said, tmp_path: Pa
     model, run = copied(name, tmp_path / "model", more), RunFolder(tmp_path / "run")
     state = imported(model, run)
     source, before = ModelFolder.open(model), tensors(model)
-    carried = {one for one in before if source.family.carries(one, source.model.layers)}
+    carried = {one for one in before if source.family.carries(one, source.model)}
     assert carried >= more.keys()
     printed = capsys.readouterr().err
     assert f"zerojax: {len(carried)} tensors (" in printed
@@ -200,8 +207,8 @@ def test_experts_that_lie_together_are_read():
 
 
 def test_layers_behind_the_last_one_are_kept_by_their_number():
-    family = FAMILIES["glm4_moe"]
-    assert family.carries("model.layers.3.eh_proj.weight", 3)
-    assert family.carries("layers.12.eh_proj.weight", 3)
-    assert not family.carries("model.layers.2.eh_proj.weight", 3)
-    assert not FAMILIES["llama"].carries("model.layers.3.eh_proj.weight", 3)
+    family, model = FAMILIES["glm4_moe"], GPTConfig(layers=3)
+    assert family.carries("model.layers.3.eh_proj.weight", model)
+    assert family.carries("layers.12.eh_proj.weight", model)
+    assert not family.carries("model.layers.2.eh_proj.weight", model)
+    assert not FAMILIES["llama"].carries("model.layers.3.eh_proj.weight", model)

@@ -17,6 +17,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelFolder, adapter_lora, load_weights
 from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.size import attention_flops, flops_per_token, parameter_count
 
 FOLDER = FIXTURES / "families" / "gemma4"
 
@@ -55,9 +56,8 @@ def test_numbers_of_layers_have_as_many_digits_as_the_last():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input = 4 is not supported, only 0"),
-        ({"hidden_size_per_layer_input": "absent"}, "hidden_size_per_layer_input = 256 is not supported"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 is not supported, only 0"),
+        ({"hidden_size_per_layer_input": 4}, "vocab_size_per_layer_input = 262144 is not supported"),
+        ({"num_kv_shared_layers": 3}, "kv_shared_layers = 3: no earlier layer has the window"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "'full_attention' in the last"),
         ({"layer_types": ["full_attention"] * 4}, "only with 'sliding_attention' in some layers"),
@@ -68,6 +68,49 @@ def test_numbers_of_layers_have_as_many_digits_as_the_last():
 def test_other_variants_are_refused_by_their_keys(keys: dict[str, Any], message: str):
     with pytest.raises(ConfigurationError, match=message):
         model_of(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "period", "parameters", "flops"),
+    # transformers' parameters, and 6 for each element of its torch.nn.Linear modules.
+    [
+        (
+            {
+                "num_hidden_layers": 35,
+                "hidden_size": 1536,
+                "intermediate_size": 6144,
+                "num_key_value_heads": 1,
+                "num_kv_shared_layers": 20,
+                "use_double_wide_mlp": True,
+            },
+            5,
+            4_628_569_344,
+            13_676_838_912,
+        ),
+        (
+            {
+                "num_hidden_layers": 42,
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 18,
+            },
+            6,
+            7_463_013_376,
+            27_863_285_760,
+        ),
+    ],
+)
+def test_parameters_and_flops_of_e2b_and_e4b(keys: dict[str, Any], period: int, parameters: int, flops: int):
+    layers = range(1, keys["num_hidden_layers"] + 1)
+    rest = {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_attention_heads": 8,
+        "vocab_size": 262144, "max_position_embeddings": 131072,
+        "layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in layers],
+    }  # fmt: skip
+    model = read_model(keys | rest, "config.json").model
+    assert parameter_count(model) == parameters
+    assert flops_per_token(model, 8192) - round(attention_flops(model, 8192)) == flops
 
 
 def test_a_model_whose_last_layer_has_the_window_is_not_described():
@@ -88,6 +131,7 @@ def test_imported_adapters_divide_the_columns_of_each_kind():
     # model.generate(tokens, do_sample=False, max_new_tokens=12); the least margin of a choice is 0.01.
     [
         ("gemma4", ([79, 13, 13, 13, 79, *[33] * 7], [64, 52, 52, 52, 65, 71, *[51] * 6])),
+        ("gemma4-e2b", ([74, 74, 47, *[54] * 9], [18] * 12)),
         ("gemma4-moe", ([51, 61, 61, 4, 4, 4, *[53] * 6], [48, 48, 48, 48, *[9] * 8])),
     ],
 )

@@ -19,7 +19,8 @@ from zerojax import LoRA, TrainState, ZeroError, checkpoints, huggingface
 from zerojax.interop.huggingface import ModelFolder
 from zerojax.interop.huggingface.mapping import tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.models import GPT, Block, GPTConfig, lm_loss
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.gpt import units_of
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.initial import frozen_values
 
@@ -30,7 +31,7 @@ def created(model: GPTConfig, mesh: tuple[int, int], how: str = "abstract", **op
     if "base" in options:
         base = {"base": options.pop("base")}
     zero = zerojax.ZeroConfig(**{"frozen": ("*",) if lora else ("*kernel", "*embed*"), **options}).replace(
-        units=() if model.scan else (Block,)
+        units=units_of(model)
     )
     return getattr(TrainState, how)(
         lambda rngs: GPT(model, rngs=rngs),

@@ -92,7 +92,7 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
     source = ModelFolder.open(tmp_path / "old")
     train_spec = abstract_model(run_config(source.model)).spec
     parts = source.family.parts(source.model, files.specs)
-    check_tensors(train_spec, files, source.family, parts)
+    check_tensors(train_spec, files, source, parts)
     dtypes = {name: spec.dtype for name, spec in files.specs.items()}
     assert tensor_specs(train_spec, parts, dtypes, "F32").keys() == bare.keys() - {"h.0.attn.bias"}
     state = begin_with(abstract_model(run_config(source.model)), load_params(train_spec, files, parts), 0)

@@ -24,7 +24,8 @@ none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 
 With latents of l elements, including latent queries and rotary parts, "none" keeps l more. Products with
 weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8 these elements
-are converted.
+are converted. A layer's own input of i elements takes 4 i more, with its copies and its gradient. "none" also
+keeps d + 2 i.
 
 **Tiles.** Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and
 their MLP in tiles of T tokens. Then q + 2 a + d are alive a token: the operands and results of attention, and
@@ -201,7 +202,8 @@ def work_of(
 
 def share_of(spec: TrainSpec, some: Callable[[ParamLayout], bool]) -> float:
     """The fraction of the elements of all units' matrices that is in the matrices selected by ``some``."""
-    matrices = [leaf for group in spec.unit_groups for leaf in group.every if len(leaf.shape) > 1]
+    every = (leaf for group in spec.unit_groups for leaf in group.every)
+    matrices = [leaf for leaf in every if len(leaf.shape) > 1 and leaf.path[-1] != "embedding"]
     return sum(leaf.count for leaf in matrices if some(leaf)) / max(1, sum(leaf.count for leaf in matrices))
 
 
@@ -311,12 +313,14 @@ def _over_layers(c: GPTConfig, width: Callable[[GPTConfig], int]) -> int:
 def _read_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights read."""
     ranks = (c.latent_rank or 0) + (c.latent_query_rank or 0) if c.attention_layers else 0
-    return (c.has_mixer + c.mlps_per_token) * c.d_model + ranks + _heads_width(c) + c.active_ffn_width
+    own = c.d_model + c.layer_inputs if c.layer_inputs else 0
+    return (c.has_mixer + c.mlps_per_token) * c.d_model + ranks + _heads_width(c) + c.active_ffn_width + own
 
 
 def _made_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights make."""
     made = _projected_width(c) + _latent_width(c) + _mlp_width(c)
+    made += c.d_model + c.layer_inputs if c.layer_inputs else 0
     return (c.has_mixer + c.mlps_per_token) * c.d_model + made
 
 
@@ -407,14 +411,15 @@ def _mlp_width(c: GPTConfig) -> int:
 
 def _kept_width(c: GPTConfig, remat: Remat) -> int:
     """Elements per token and layer kept for the backward pass, in the compute dtype."""
+    own = 4 * c.layer_inputs
     if remat == "full":
-        return c.d_model
+        return c.d_model + own
     if remat == "attention":
-        return c.d_model + _heads_width(c)
+        return c.d_model + _heads_width(c) + own
     again = 2 * c.conv_channels if c.all_recurrent else 0
-    branches = c.has_mixer + c.has_mlp
+    branches = c.has_mixer + c.has_mlp + (c.layer_inputs > 0)
     made = _latent_width(c) + _projected_width(c) + _heads_width(c) + _mlp_width(c)
-    return branches * c.d_model + made + again
+    return branches * c.d_model + made + again + own + 2 * c.layer_inputs
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
@@ -466,9 +471,10 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     logits, table = -(-tokens // chunks) * columns, columns * c.d_model
     sums = 4 * table if unembedding and chunks > 1 else 0
     sums += c.head_bias * item * table  # a copy with the bias as a column
+    inputs = c.vocab_size * c.layers * c.layer_inputs * ("layer_inputs" not in frozen)
     return {
         "loss": logits * (4 + item) + sums + 6 * tokens * c.d_model * item,
         "head": unembedding * item * (table if chunks > 1 else logits),
         # A tied table adds both gradients at the end. Otherwise the unembedding's is finished long before.
-        "tables": (4 * embedding + item * (unembedding and _unembedding(c) == "embed")) * table,
+        "tables": (4 * embedding + item * (unembedding and _unembedding(c) == "embed")) * table + 4 * inputs,
     }

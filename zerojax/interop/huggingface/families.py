@@ -95,17 +95,23 @@ class Family:
         """The architecture's name without its head."""
         return re.sub(r"(LMHeadModel|ForCausalLM|ForConditionalGeneration)$", "Model", self.architecture)
 
-    def carries(self, name: str, layers: int) -> bool:
-        """Whether a run of a model with this many layers keeps the tensor unread, for its exports."""
+    def carries(self, name: str, model: GPTConfig) -> bool:
+        """Whether a run of the model keeps the tensor unread, for its exports."""
         if self.composite and not name.startswith((*self._prefixes, *map(self._head, self._prefixes))):
             return True
         behind = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-        later = behind is not None and int(behind[1]) >= layers
+        later = behind is not None and int(behind[1]) >= model.layers
+        keys = _KEYS.fullmatch(name)
+        sharing = range(model.layers - model.kv_shared_layers, model.layers)
+        if keys is not None and int(keys[1]) in sharing:
+            return True
         return self.predicts and (later or name.startswith("mtp."))
 
 
 _OLD_TEXT = "language_model.model."
 """Prefix of the text part in files from before transformers 4.52; the head has another one, too."""
+_KEYS = re.compile(r".*layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.\w+")
+"""Tensors of keys and values. Published files also have them for layers that read an earlier layer's."""
 _NEAREST = 3
 """Most families or keys that a refusal names."""
 _LONGEST_NAME = 80

@@ -4,7 +4,7 @@ Gemma 2 adds norms after each branch, softcaps, and a window in every other laye
 queries and keys, and other rotary wavelengths in layers with the window. It has no softcap in attention.
 Gemma 4 has norms without the 1, and norms of values. Layers without the window have wider heads, and rotate a
 part of their pairs. They may take values from keys. A number scales each layer's output. 26B-A4B has experts
-beside each MLP.
+beside each MLP. In E2B and E4B each layer has its own input, and later layers read earlier layers' keys.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, follows, ignored, key, only, unused
 from zerojax.interop.huggingface.layer_types import FULL, SLIDING, periodic, windows, without_window
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
-from zerojax.interop.huggingface.mapping import Bare, Names, Tensors
+from zerojax.interop.huggingface.mapping import Bare, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
@@ -125,7 +125,9 @@ def _write_full_heads(model: GPTConfig) -> Mapping[str, Any]:
             "model.sliding_window: in this family some layers have the window, and the last one has none"
         )
     full = model.of_layer(model.layers - 1)
-    own = {"head_dim": full.head_dim, "num_key_value_heads": full.key_value_heads}
+    own = {"head_dim": full.head_dim}
+    if full.key_value_heads != model.key_value_heads:
+        own["num_key_value_heads"] = full.key_value_heads
     # Older versions of transformers read the last two keys, newer ones per_layer_config, whose numbers all
     # have as many digits as the last one.
     return {
@@ -136,20 +138,26 @@ def _write_full_heads(model: GPTConfig) -> Mapping[str, Any]:
     }
 
 
-def _no_inputs_of_layers(keys: ConfigKeys, _: Fields) -> None:
-    if width := keys.take("hidden_size_per_layer_input", int, 256):
-        raise ConfigurationError(
-            f"hidden_size_per_layer_input = {width} is not supported, only 0: a second table of embeddings "
-            "gives each layer an input (Gemma 4 E2B and E4B), and a zerojax model has one table"
-        )
+_ROWS = "vocab_size_per_layer_input"
 
 
-def _no_shared_caches(keys: ConfigKeys, _: Fields) -> None:
-    if count := keys.take("num_kv_shared_layers", int, 0):
-        raise ConfigurationError(
-            f"num_kv_shared_layers = {count} is not supported, only 0: the last layers read keys and values "
-            "of earlier layers, and each layer of a zerojax model has its own"
-        )
+def _layer_inputs(keys: ConfigKeys, found: Fields) -> Fields:
+    """The width of each layer's own input, whose table has a row for each token (E2B and E4B)."""
+    width, rows = keys.take("hidden_size_per_layer_input", int, 256), keys.take(_ROWS, int, 262144)
+    if width and rows != found["vocab_size"]:
+        raise ConfigurationError(f"{_ROWS} = {rows} is not supported, only vocab_size")
+    return {"layer_inputs": width}
+
+
+def _write_layer_inputs(model: GPTConfig) -> Mapping[str, Any]:
+    rows = {_ROWS: model.vocab_size} if model.layer_inputs else {}
+    return {"hidden_size_per_layer_input": model.layer_inputs, **rows}
+
+
+def _wide(keys: ConfigKeys, found: Fields) -> Fields:
+    """The MLPs of layers with an earlier layer's keys may be twice as wide (E2B)."""
+    wide = keys.take("use_double_wide_mlp", bool, False) and found["kv_shared_layers"]
+    return {"kv_shared_ffn": 2 * found["ffn"] if wide else None}
 
 
 _MIXTURE = {
@@ -185,11 +193,15 @@ GEMMA4 = like_llama(
     follows("embedding_scale", lambda model: model["d_model"] ** 0.5),
     only("hidden_activation", _ACTIVATION),
     NO_BIASES,
-    Entry(_no_inputs_of_layers, lambda _: {"hidden_size_per_layer_input": 0}),
-    Entry(_no_shared_caches, lambda _: {"num_kv_shared_layers": 0}),
+    Entry(_layer_inputs, _write_layer_inputs, lambda _: {"layer_inputs": ANY}),
+    key("num_kv_shared_layers", "kv_shared_layers", int, 0),
+    Entry(
+        _wide,
+        lambda model: {"use_double_wide_mlp": model.kv_shared_ffn is not None},
+        lambda model: {"kv_shared_ffn": (None, 2 * model.ffn_width)},
+    ),
     only("use_bidirectional_attention", "vision", written=False),  # text is causal
     Entry(_experts, _write_experts, _mixtures),
-    unused("use_double_wide_mlp", "vocab_size_per_layer_input"),  # of the layers refused above
     key("final_logit_softcapping", "logit_softcap", float, None, null=True),
     windows(lambda _, found: periodic(found["layers"], 6), 512),
     Entry(
@@ -221,6 +233,16 @@ _BESIDE = {f"mlp/shared/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "
     "mlp/post_norm": "post_feedforward_layernorm_2",
     "mlp/post_norm_shared": "post_feedforward_layernorm_1",
 }
+_INPUT: dict[str, Module] = {
+    "input/gate": "per_layer_input_gate",
+    "input/out": "per_layer_projection",
+    "input/norm": "post_per_layer_input_norm",
+}
+_INPUTS = {
+    "layer_inputs/embed/embedding": Bare("embed_tokens_per_layer.weight", transposed=False),
+    "layer_inputs/projection/kernel": Bare("per_layer_model_projection.weight"),
+    "layer_inputs/norm/scale": Bare("per_layer_projection_norm.weight", transposed=False),
+}
 _GATE = Bare("experts.gate_up_proj", stacked=True, turn=0, halves=True)
 _TENSORS: Tensors = {
     "scale": Bare("layer_scalar", transposed=False),
@@ -231,4 +253,4 @@ _TENSORS: Tensors = {
     "mlp/up": replace(_GATE, turn=1),
     "mlp/down": Bare("experts.down_proj", stacked=True),
 }
-GEMMA4_NAMES = Names(GEMMA3_NAMES.block | _BESIDE, _TENSORS)
+GEMMA4_NAMES = Names(GEMMA3_NAMES.block | _BESIDE | _INPUT, _TENSORS, _INPUTS)

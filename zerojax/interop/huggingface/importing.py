@@ -117,7 +117,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     plain = ZeroConfig(compute_dtype=config.zero.compute_dtype)
     state = abstract_model(replace(config.all_trained(), zero=plain))
     parts = source.family.parts(config.model, files.specs)
-    check_tensors(state.spec, files, source.family, parts)
+    check_tensors(state.spec, files, source, parts)
     with disk_errors(folder.path), closing(RunLock(folder)) as lock:
         run_on_process_zero(lock.take)
         run_on_process_zero(lambda: _write_new(source, files, folder))
@@ -149,8 +149,8 @@ def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> 
     """Write the run's tokenizer, and the files from which an export writes the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
-    family, layers = source.family, source.model.layers
-    carried = {name: spec for name, spec in files.specs.items() if family.carries(name, layers)}
+    family, model = source.family, source.model
+    carried = {name: spec for name, spec in files.specs.items() if family.carries(name, model)}
     read = {name: spec for name, spec in files.specs.items() if name not in carried and not is_left_out(name)}
     dtypes = {name: spec.dtype for name, spec in read.items()}
     (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.families import Family, is_left_out, read_model
+from zerojax.interop.huggingface.families import ReadModel, is_left_out, read_model
 from zerojax.interop.huggingface.mapping import (
     TensorParts,
     layers_of,
@@ -19,7 +19,7 @@ from zerojax.interop.huggingface.mapping import (
     tensors_of,
     tensors_of_state,
 )
-from zerojax.interop.huggingface.source import CONFIG, open_files, read_config_json
+from zerojax.interop.huggingface.source import CONFIG, ModelFolder, open_files, read_config_json
 from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -88,9 +88,9 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
 
 def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightFiles, TensorParts]:
     """The checked files of a folder, and the tensors of each leaf."""
-    family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
+    found = read_model(read_config_json(folder), str(folder / CONFIG))
     files = open_files(folder)
-    parts = family.parts(model, files.specs)
+    parts = found.family.parts(found.model, files.specs)
     own = _model_weights(train_spec, new)
     places = (
         (leaf.name, place_at(leaf.path, layer, parts.order)) for leaf in own for layer in layers_of(leaf)
@@ -100,7 +100,7 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
             f"the model in {folder} has no {lacking[0]!r}, which the state has. Create the state for this "
             "model"
         )
-    check_tensors(train_spec, files, family, parts, new)
+    check_tensors(train_spec, files, found, parts, new)
     return files, parts
 
 
@@ -110,14 +110,17 @@ def _model_weights(train_spec: TrainSpec, new: str | None) -> list[ParamLayout]:
 
 
 def check_tensors(
-    train_spec: TrainSpec, files: WeightFiles, family: Family, parts: TensorParts, new: str | None = None
+    train_spec: TrainSpec,
+    files: WeightFiles,
+    found: ReadModel | ModelFolder,
+    parts: TensorParts,
+    new: str | None = None,
 ) -> None:
     """Refuse files whose headers differ from the model in the tensors' names, shapes or kinds of dtype."""
     leaves = _model_weights(train_spec, new)
     needed = {tensor.name: tensor for leaf in leaves for tensor in tensors_of(leaf, parts)}
     kept = tensors_of_state(train_spec.adapter.abstract_model_state, parts)
     needed |= {tensor.name: tensor for *_, tensor in kept}
-    layers = 1 + max(tensor.place[1] or 0 for tensor in needed.values())
     outside = parts.outside.items()
     replaced = {part.name for name, own in outside if name.partition("/")[0] == new for part in own}
     for name, tensor in needed.items():
@@ -136,7 +139,7 @@ def check_tensors(
             )
     known = needed.keys() | replaced
     unread = (name for name in files.specs if name not in known and not is_left_out(name))
-    unknown = [name for name in unread if not family.carries(name, layers)]
+    unknown = [name for name in unread if not found.family.carries(name, found.model)]
     if unknown:
         raise ConfigurationError(
             f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}, which the files have"

@@ -196,7 +196,7 @@ class Joined:
 
 def qkv_widths(model: GPTConfig) -> tuple[int, int, int]:
     """The widths of the queries, keys and values of all heads."""
-    return model.attention_width, model.key_value_heads * model.head_dim, model.values_width
+    return model.attention_width, model.keys_width, model.values_width
 
 
 Module = str | Grouped | Joined
@@ -215,6 +215,7 @@ class Names:
         block: our modules in a block -> theirs. Leaves that a model lacks may be among them; biases always
             are.
         bare: our parameters and state in a block that are a whole tensor -> the tensor.
+        outside: our further parameters outside blocks -> their tensors.
         layers: prefix of the names of a block's modules.
         embed: the token embedding.
         norm: the norm after the last block.
@@ -227,6 +228,7 @@ class Names:
 
     block: dict[str, Module]
     bare: Tensors = field(default_factory=dict)
+    outside: dict[str, Bare] = field(default_factory=dict)
     layers: str = "layers.{layer}."
     embed: str = "embed_tokens"
     norm: str = "norm"
@@ -258,6 +260,7 @@ class Names:
         found["head/bias"] = (TensorPart(f"{self.head}.bias"),)
         if self.position is not None:
             found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
+        found |= {ours: tensor.parts(model, prefix) for ours, tensor in self.outside.items()}
         blocks = [self._of_block(kind, prefix + self.layers) for kind, _ in model.kinds]
         return TensorParts(found, blocks, model.order)
 

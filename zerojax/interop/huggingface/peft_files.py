@@ -348,8 +348,8 @@ class PeftAdapter:
                 if key in self._files.specs:
                     self._take_whole(key, tensor, parts)
             if tensor.endswith(".weight") and module_of(tensor) in self._adapted:
-                in_block = all(part.place[0].startswith("block/") for part in parts)
-                take = self._take_factors if in_block else self._add_product
+                table = all(part.place[0].endswith("/embedding") for part in parts)
+                take = self._add_product if table else self._take_factors
                 take(module_of(tensor), parts)
         of_experts = peft_experts.parameters(family, model)
         if of_experts and (lacking := {*self.settings.parameters} - {name for _, name in of_experts}):
