@@ -182,11 +182,12 @@ class InTwoParts(nnx.Module):
     """The last three layers read the product of the second."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.stack = zerojax.Stack([Giving, Giving, Reading, Reading, Reading], 5, rngs=rngs)
+        blocks = [Giving, Giving, Reading, Reading, Reading]
+        self.stack = zerojax.Stack(blocks, 5, rngs=rngs, parts=[2, 3])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x, read = self.stack((x, jnp.zeros_like(x)), layers=range(2))
-        return self.stack(x, read, layers=range(2, 5))
+        x, read = self.stack((x, jnp.zeros_like(x)), part=0)
+        return self.stack(x, read, part=1)
 
 
 def in_two_parts_by_hand(weights: Any, x: jax.Array) -> jax.Array:
@@ -230,10 +231,15 @@ def test_results_of_some_layers_are_arguments_of_later_ones(zero: dict[str, Any]
     jax.tree.map(close, zerojax.gather_params(state), wanted)
 
 
-@pytest.mark.parametrize("layers", [range(1), range(1, 5), range(5, 9), range(0)])
-def test_a_part_of_a_stack_has_all_layers_of_its_kinds(layers: range):
-    stack = InTwoParts(nnx.Rngs(0)).stack
-    with pytest.raises(
-        ConfigurationError, match=r"a Stack of kinds \(0, 0, 1, 1, 1\) was called with layers"
-    ):
-        stack(jnp.ones((2, 4)), layers=layers)
+@pytest.mark.parametrize("parts", [[1, 4], [2, 2], [2, 0, 3], []])
+def test_parts_of_a_stack_have_all_layers_of_their_kinds(parts: list[int]):
+    with pytest.raises(ConfigurationError, match=r"layers of the kinds \(0, 0, 1, 1, 1\): give numbers"):
+        zerojax.Stack([Giving, Giving, Reading, Reading, Reading], 5, rngs=nnx.Rngs(0), parts=parts)
+
+
+def test_all_parts_run_one_after_the_other():
+    one, other = functools.partial(Scaled), functools.partial(Scaled)
+    stack = zerojax.Stack([one, one, other], 3, rngs=nnx.Rngs(0), parts=[2, 1])
+    x, by_layer = jnp.ones((2, 4)), {"factor": jnp.asarray(FACTORS), "on": jnp.ones(3, bool)}
+    alone = stack(stack(x, by_layer=by_layer, part=0), by_layer=by_layer, part=1)
+    np.testing.assert_array_equal(stack(x, by_layer=by_layer), alone)

@@ -50,6 +50,16 @@ class Kinds(Stacked):
         self.blocks = zerojax.Stack(kinds, layers, rngs=rngs)
 
 
+class Parts(Stacked):
+    """The same in two parts: the last layer has another hidden width."""
+
+    def __init__(self, width: int, hidden: int, layers: int, *, rngs: nnx.Rngs):
+        super().__init__(width, hidden, layers, rngs=rngs)
+        first, last = (functools.partial(Block, width, size) for size in (hidden, 2 * hidden))
+        blocks, parts = [*[first] * (layers - 1), last], [layers - 1, 1]
+        self.blocks = zerojax.Stack(blocks, layers, rngs=rngs, parts=parts)
+
+
 class Listed(nnx.Module):
     """The same with a list of blocks, each a unit."""
 
@@ -114,12 +124,12 @@ def abstract_state(
     layers: int = 3,
     tx: optax.GradientTransformation = _SGD,
 ) -> zerojax.TrainState:
-    """A state without values: "stacked", "kinds", "listed" or "linen"."""
+    """A state without values: "stacked", "kinds", "parts", "listed" or "linen"."""
     model: Any = LinenScanned(width, hidden, layers)
     units: tuple[type, ...] = (LinenBlock,)
     sample = batch_of(2)
     if style != "linen":
-        cls = {"stacked": Stacked, "kinds": Kinds, "listed": Listed}[style]
+        cls = {"stacked": Stacked, "kinds": Kinds, "parts": Parts, "listed": Listed}[style]
         model, units, sample = lambda rngs: cls(width, hidden, layers, rngs=rngs), (), None
         units = (Block,) if style == "listed" else ()
     return zerojax.TrainState.abstract(

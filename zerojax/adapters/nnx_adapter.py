@@ -174,9 +174,10 @@ def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
                 f"the Stack {name!r} was created by nnx.vmap, and it is stacked already: create several, one "
                 "after another, in an nnx.List."
             )
+        last = {child.order[part.stop - 1] for part in child.parts}
         for kind, (inner, block) in enumerate(child.stacked.items()):
             own = "/".join(map(str, (*path, *inner)))
-            yield _Unit(own, block, (child.order.count(kind),), name, ends=kind == child.order[-1])
+            yield _Unit(own, block, (child.order.count(kind),), name, ends=kind in last)
 
 
 def _users(units: Sequence[_Unit]) -> _Users:

@@ -10,6 +10,7 @@ a unit. Both call a module as a pure function of its weights and state (``call_w
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class Stack(nnx.Module):
     Attributes:
         layers: the number of blocks.
         order: the kind of each layer.
+        parts: the layers that run together; all, unless ``parts`` was given.
         block: the blocks of a stack of one kind. With several kinds, ``getattr(stack, "3").block`` are the
             blocks of the kind whose first layer is 3.
 
@@ -68,17 +70,26 @@ class Stack(nnx.Module):
         (2, 8)
     """
 
-    def __init__(self, block: Block | Sequence[Block], layers: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        block: Block | Sequence[Block],
+        layers: int,
+        *,
+        rngs: nnx.Rngs,
+        parts: Sequence[int] | None = None,
+    ):
         """Create the blocks, each with its own random bits.
 
         Args:
             block: a module class or a factory; or a list of some, which repeats until there are enough.
             layers: the number of blocks.
             rngs: seeds them.
+            parts: the numbers of layers that run together, if not all do: ``[6, 2]`` runs the first six, then
+                the others. Layers of one kind are in one part. Prefetching starts again with each part.
 
         Raises:
-            ConfigurationError: ``layers`` is less than 1, or less than there are blocks; or ``block`` is or
-                returns a module that exists already.
+            ConfigurationError: ``layers`` is less than 1, or less than there are blocks; ``block`` is or
+                returns a module that exists already; or ``parts`` divides the layers of a kind.
         """
         blocks = list(block) if isinstance(block, Sequence) else [block]
         if layers < 1:
@@ -97,6 +108,7 @@ class Stack(nnx.Module):
         self.layers = layers
         different = [each for number, each in enumerate(blocks) if each not in blocks[:number]]
         self.order = tuple(different.index(blocks[number % len(blocks)]) for number in range(layers))
+        self.parts = _parts(self.order, [layers] if parts is None else parts)
         counts = [self.order.count(kind) for kind in range(len(different))]
         if len(different) == 1:
             self.block = _stacked(different[0], layers, rngs)
@@ -119,7 +131,7 @@ class Stack(nnx.Module):
         *args: PyTree,
         by_layer: dict[str, Array] | None = None,
         by_kind: dict[str, Sequence[PyTree]] | None = None,
-        layers: range | None = None,
+        part: int | None = None,
         method: str = "__call__",
         **kwargs: PyTree,
     ) -> PyTree[Array]:
@@ -133,8 +145,8 @@ class Stack(nnx.Module):
                 its own part.
             by_kind: arguments that differ between kinds, by name: a value for each kind, in the order of
                 their first layers.
-            layers: the layers to run, if not all: ``range(6)`` are the first six. Other layers must be of
-                other kinds. Results of some layers can so become arguments of later ones.
+            part: the index of the part to run. Results of a part can so become arguments of a later one. None
+                runs all parts.
             method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
@@ -142,10 +154,8 @@ class Stack(nnx.Module):
             The output of the last block.
 
         Raises:
-            ConfigurationError: an argument is a module with state, which the blocks could not change; or
-                ``layers`` are none, or not all layers of their kinds.
+            ConfigurationError: an argument is a module with state, which the blocks could not change.
         """
-        chosen, order = self._chosen(range(self.layers) if layers is None else layers)
         for module in modules_in((args, kwargs, by_kind)):
             if names := [path for path, _ in nnx.to_flat_state(nnx.state(module, STATE))]:
                 raise ConfigurationError(
@@ -154,36 +164,48 @@ class Stack(nnx.Module):
                     "the block, or call it outside the Stack."
                 )
         arrays, join = split_arrays((args, kwargs, by_kind or {}))
-        every = list(self.stacked.values())
-        blocks = [every[kind] for kind in chosen]
-        kinds = [
-            _scanned(every[kind], method, join, kind, _of_kind(self.order, kind, by_layer or {}))
-            for kind in chosen
-        ]
-        weights = [weight for kind in kinds for weight in kind.weights]
-        if weights and all(is_gathered(weight) for weight in weights):
-            x, after = scan_units(order, kinds, x, arrays)
-            for block, (weights, state) in zip(blocks, after, strict=True):
-                if weights is not None:
-                    # Like state: the next call begins with them, and the step finds them in the model.
-                    nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
-                nnx.update(block, state)
-            return x
-        x, states = _run_whole(order, kinds, x, arrays)
-        for block, state in zip(blocks, states, strict=True):
-            nnx.update(block, state)
+        blocks = list(self.stacked.values())
+        for layers in self.parts if part is None else [self.parts[part]]:
+            own = sorted({*self.order[layers.start : layers.stop]})
+            kinds = [
+                _scanned(blocks[kind], method, join, kind, _of_kind(self.order, kind, by_layer or {}))
+                for kind in own
+            ]
+            order = Order(tuple(own.index(self.order[number]) for number in layers))
+            x = _run(order, [blocks[kind] for kind in own], kinds, x, arrays)
         return x
 
-    def _chosen(self, layers: range) -> tuple[list[int], Order]:
-        """The kinds of some layers, and the order of these layers."""
-        own = [self.order[number] for number in layers if number in range(self.layers)]
-        kinds = sorted(set(own))
-        if not kinds or len(own) != sum(map(self.order.count, kinds)):
-            raise ConfigurationError(
-                f"a Stack of kinds {self.order} was called with layers={layers}: name all layers of the "
-                "kinds that should run. To split the layers of a kind, make two Stacks."
-            )
-        return kinds, Order(tuple(map(kinds.index, own)))
+
+def _run(
+    order: Order, blocks: Sequence[nnx.Module], kinds: Sequence[Scanned], x: Arrays, arrays: Arrays
+) -> Arrays:
+    """Run layers in their order, and update the state of ``blocks``, one for each kind."""
+    weights = [weight for kind in kinds for weight in kind.weights]
+    if weights and all(is_gathered(weight) for weight in weights):
+        x, after = scan_units(order, kinds, x, arrays)
+        for block, (weights, state) in zip(blocks, after, strict=True):
+            if weights is not None:
+                # Like state: the next call begins with them, and the step finds them in the model.
+                nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
+            nnx.update(block, state)
+        return x
+    x, states = _run_whole(order, kinds, x, arrays)
+    for block, state in zip(blocks, states, strict=True):
+        nnx.update(block, state)
+    return x
+
+
+def _parts(order: tuple[int, ...], counts: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each part."""
+    ends = itertools.accumulate(counts)
+    parts = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    kinds = [{*order[part.start : part.stop]} for part in parts]
+    if min(counts, default=0) < 1 or sum(counts) != len(order) or sum(map(len, kinds)) > len({*order}):
+        raise ConfigurationError(
+            f"Stack: parts={list(counts)} of layers of the kinds {order}: give numbers of layers whose sum "
+            f"is {len(order)}, and all layers of a kind in one part. To split a kind, make two Stacks."
+        )
+    return parts
 
 
 def _stacked(block: Block, layers: int, rngs: nnx.Rngs) -> nnx.Module:

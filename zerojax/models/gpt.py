@@ -137,7 +137,8 @@ class GPT(nnx.Module):
             self.layer_inputs = LayerInputs(c, rngs=rngs)
         if c.scan:
             kinds = [partial(Block, kind) for kind, _ in c.kinds]
-            self.blocks = Stack([kinds[kind] for kind in c.order], c.layers, rngs=rngs)
+            parts = list(map(len, c.parts))
+            self.blocks = Stack([kinds[kind] for kind in c.order], c.layers, rngs=rngs, parts=parts)
         else:
             self.blocks = nnx.List([Block(c.of_layer(number), rngs=rngs) for number in range(c.layers)])
         self.norm = residual_norm(c, rngs)
@@ -210,12 +211,12 @@ class GPT(nnx.Module):
         arrays = {name: jnp.asarray(values) for name, values in by_layer.items()}
         if c.kv_shared_layers:
             x = x._replace(keys=self._no_keys(x.hidden))
-        for layers in c.parts:
+        for part, layers in enumerate(c.parts):
             keys = {}
-            if layers.start:  # these layers read the same keys, which are not passed from layer to layer
+            if part:  # these layers read the same keys, which are not passed from layer to layer
                 x, keys = x._replace(keys=None), {"keys": x.keys}
             if isinstance(self.blocks, Stack):
-                options = {"layers": layers, "by_layer": arrays, "by_kind": by_kinds, "method": method}
+                options = {"part": part, "by_layer": arrays, "by_kind": by_kinds, "method": method}
                 x = self.blocks(x, **shared, **keys, **options)
                 continue
             for number in layers:

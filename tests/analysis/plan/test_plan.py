@@ -107,17 +107,18 @@ def test_they_agree_on_every_mesh(kind, name):
 @some(
     [
         (style, name)
-        for style in ("kinds", "listed", "linen")
+        for style in ("kinds", "parts", "listed", "linen")
         for name in ("zero3", "zero++", "delta with accumulation", "delta in breadth", "stage 2")
     ],
     [
         ("kinds", "zero++"),
+        ("parts", "zero3"),
         ("listed", "delta in breadth"),
         ("listed", "stage 2"),
         ("linen", "zero++"),
     ],
 )
-def test_they_agree_for_blocks_of_two_kinds_for_lists_of_blocks_and_for_linen(kind, name):
+def test_they_agree_for_blocks_of_two_kinds_for_parts_for_lists_and_for_linen(kind, name):
     check(kind, config(**SETTINGS[name]), 2, 4)
 
 
