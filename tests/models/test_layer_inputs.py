@@ -13,8 +13,7 @@ from plain_loop import distance
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.models.gpt import units_of
+from zerojax.models import GPT, GPTConfig, lm_loss, units_of
 from zerojax.models.kv_cache import KVCache
 from zerojax.models.size import flops_per_token, parameter_count
 

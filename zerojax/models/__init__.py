@@ -2,7 +2,7 @@
 
 from zerojax.models.block import MLP, Attention, Block
 from zerojax.models.config import GPTConfig
-from zerojax.models.gpt import GPT, last_scores, scores
+from zerojax.models.gpt import GPT, last_scores, scores, units_of
 from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
 from zerojax.models.size import describe_parameters, flops_per_token, parameter_count
 
@@ -20,4 +20,5 @@ __all__ = [
     "lm_loss",
     "parameter_count",
     "scores",
+    "units_of",
 ]

@@ -18,8 +18,7 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.models.gpt import units_of
+from zerojax.models import GPT, GPTConfig, lm_loss, units_of
 from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog, end_alone

@@ -19,8 +19,7 @@ from zerojax import LoRA, TrainState, ZeroError, checkpoints, huggingface
 from zerojax.interop.huggingface import ModelFolder
 from zerojax.interop.huggingface.mapping import tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.models.gpt import units_of
+from zerojax.models import GPT, GPTConfig, lm_loss, units_of
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.initial import frozen_values
 
