@@ -3,21 +3,29 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.multihost import snapshot_memory
-from zerojax.multihost.snapshot_memory import VARIABLE, Checksums, Kept, SnapshotMemory
+from zerojax.multihost.snapshot_memory import VARIABLE, Checksums, Kept, SnapshotMemory, copy_bytes
 
 ARRAYS = {"a": np.arange(7, dtype=np.float32), "b": np.zeros(0), "c": np.arange(12).reshape(3, 4).T}
-BYTES = sum(x.nbytes for x in ARRAYS.values())
+SIZES = {name: x.nbytes for name, x in ARRAYS.items()}
+BYTES = sum(SIZES.values())
+
+
+def fill(places: Mapping[str, np.ndarray]) -> None:
+    for name, place in places.items():
+        copy_bytes(ARRAYS[name], place)
 
 
 def write(memory: SnapshotMemory, which: int, text: str = "text") -> Checksums:
     found: Checksums = {}
-    memory.generations[which].write(ARRAYS.items(), 3, lambda sums: found.update(sums) or text)
+    held = memory.generations[which].write(SIZES, fill, lambda sums: found.update(sums) or text)
+    assert held == BYTES
     return found
 
 
@@ -44,12 +52,12 @@ def test_an_interrupted_write_leaves_the_other_generation(memory: SnapshotMemory
     sums = write(memory, 0, "older")
     write(memory, 1, "oldest")
 
-    def dies():
-        yield "a", ARRAYS["a"]
+    def dies(places: Mapping[str, np.ndarray]) -> None:
+        copy_bytes(ARRAYS["a"], places["a"])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        memory.generations[1].write(dies(), 3, lambda _: "newer")
+        memory.generations[1].write(SIZES, dies, lambda _: "newer")
     assert [one.text() for one in memory.generations] == ["older", None]
     assert memory.generations[0].is_intact(sums)
 
@@ -72,7 +80,7 @@ def test_chunks_are_all_copied_and_checked(monkeypatch: pytest.MonkeyPatch, memo
 
 def test_too_much_is_refused(memory: SnapshotMemory) -> None:
     with pytest.raises(RunError, match="outgrows its memory"):
-        memory.generations[0].write([("a", np.zeros(9000))], 1, lambda _: "")
+        memory.generations[0].write({"a": 72000}, fill, lambda _: "")
     with pytest.raises(RunError, match="room for"):
         write(memory, 0, "x" * (2 << 20))
     assert memory.generations[0].text() is None

@@ -14,7 +14,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Self
 
@@ -127,66 +127,68 @@ def _rounded(size: int, to: int = _ALIGNED) -> int:
 
 
 class Generation:
-    """One snapshot of a process, complete or not."""
+    """One snapshot of a process, complete or not, in its ``memory``."""
 
     def __init__(self, memory: UInt8[np.ndarray, " bytes"]) -> None:
-        self._memory = memory
+        self.memory = memory
 
     def text(self) -> str | None:
         """The description of a complete snapshot; None if there is none."""
-        if self._memory.size < _HEADER.size:
+        if self.memory.size < _HEADER.size:
             return None
-        magic, _, length, crc = _HEADER.unpack(self._memory[: _HEADER.size])
-        text = self._memory[_HEADER.size : _HEADER.size + length].tobytes()
+        magic, _, length, crc = _HEADER.unpack(self.memory[: _HEADER.size])
+        text = self.memory[_HEADER.size : _HEADER.size + length].tobytes()
         return text.decode() if magic == _MAGIC and len(text) == length and zlib.crc32(text) == crc else None
 
     def write(
-        self, arrays: Iterable[tuple[str, np.ndarray]], count: int, describe: Callable[[Checksums], str]
+        self,
+        sizes: Mapping[str, int],
+        fill: Callable[[Mapping[str, UInt8[np.ndarray, " bytes"]]], None],
+        describe: Callable[[Checksums], str],
     ) -> int:
         """Replace the snapshot; returns the bytes of its arrays.
 
         Args:
-            arrays: ``count`` arrays with their names. Each is copied before the next is taken.
-            count: as for ``SnapshotMemory.resize``.
+            sizes: bytes of each array, by name.
+            fill: copies the arrays to their places in the memory, which it gets by name.
             describe: returns the text, from the arrays' checksums.
 
         Raises:
             RunError: the arrays or the text are larger than the room.
         """
-        self._memory[: _HEADER.size] = 0
-        start = at = _start(count)
-        sums: Checksums = {}
-        for name, array in arrays:
-            source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            if at + source.size > self._memory.size:
-                raise RunError("a snapshot outgrows its memory: the run's arrays have changed their sizes")
-            sums[name] = source.size, _checksum(source, self._memory[at : at + source.size])
-            at += _rounded(source.size)
-        text = describe(sums).encode()
+        self.memory[: _HEADER.size] = 0
+        start = _start(len(sizes))
+        if start + sum(map(_rounded, sizes.values())) > self.memory.size:
+            raise RunError("a snapshot outgrows its memory: the run's arrays have changed their sizes")
+        places = self._places(start, sizes)
+        fill(places)
+        text = describe({name: (place.size, _checksum(place)) for name, place in places.items()}).encode()
         if _HEADER.size + len(text) > start:
             raise RunError(f"a snapshot's description has {len(text):,} bytes, and room for {start:,}")
-        self._memory[_HEADER.size : _HEADER.size + len(text)] = np.frombuffer(text, np.uint8)
+        self.memory[_HEADER.size : _HEADER.size + len(text)] = np.frombuffer(text, np.uint8)
         header = _HEADER.pack(_MAGIC, start, len(text), zlib.crc32(text))
-        self._memory[: _HEADER.size] = np.frombuffer(header, np.uint8)
-        return at - start
+        self.memory[: _HEADER.size] = np.frombuffer(header, np.uint8)
+        return sum(sizes.values())
 
     def touch(self) -> None:
         """Map every page, which leaves the contents as they are.
 
         In a virtual machine the first write to a page takes eight times as long as later ones.
         """
-        pages = self._memory[:: mmap.PAGESIZE]
+        pages = self.memory[:: mmap.PAGESIZE]
         parts = np.array_split(pages, max(1, pages.size // 1024))
         for _ in _pool.map(lambda part: np.bitwise_or(part, 0, out=part), parts):
             pass
 
     def arrays(self, sums: Checksums) -> dict[str, UInt8[np.ndarray, " bytes"]]:
         """The bytes of a complete snapshot's arrays, in place, by name."""
-        _, start, _, _ = _HEADER.unpack(self._memory[: _HEADER.size])
-        starts = start + np.cumsum([0, *(_rounded(size) for size, _ in sums.values())])
+        _, start, _, _ = _HEADER.unpack(self.memory[: _HEADER.size])
+        return self._places(start, {name: size for name, (size, _) in sums.items()})
+
+    def _places(self, start: int, sizes: Mapping[str, int]) -> dict[str, UInt8[np.ndarray, " bytes"]]:
+        starts = start + np.cumsum([0, *map(_rounded, sizes.values())])
         return {
-            name: self._memory[at : at + size]
-            for at, (name, (size, _)) in zip(starts, sums.items(), strict=False)
+            name: self.memory[at : at + size] for at, (name, size) in zip(starts, sizes.items(), strict=False)
         }
 
     def is_intact(self, sums: Checksums) -> bool:
@@ -195,18 +197,21 @@ class Generation:
         return all((found[name].size, _checksum(found[name])) == expected for name, expected in sums.items())
 
 
-def _checksum(source: np.ndarray, target: np.ndarray | None = None) -> int:
-    """A checksum of some bytes, by CRC-32 of each chunk; with ``target``, they are copied there."""
+def copy_bytes(source: np.ndarray, target: UInt8[np.ndarray, " bytes"]) -> None:
+    """Copy an array's bytes to memory of their size, in several threads."""
+    flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+    for _ in _pool.map(lambda at: np.copyto(target[at : at + _CHUNK], flat[at : at + _CHUNK]), _chunks(flat)):
+        pass
 
-    def one(at: int) -> int:
-        part = source[at : at + _CHUNK]
-        if target is not None:
-            target[at : at + _CHUNK] = part
-        return zlib.crc32(part)
 
-    starts = range(0, source.size, _CHUNK)
-    found = map(one, starts) if len(starts) < 2 else _pool.map(one, starts)
+def _checksum(source: UInt8[np.ndarray, " bytes"]) -> int:
+    """A checksum of some bytes, by CRC-32 of each chunk."""
+    found = _pool.map(lambda at: zlib.crc32(source[at : at + _CHUNK]), _chunks(source))
     return zlib.crc32(np.array([*found], np.uint32).tobytes())
+
+
+def _chunks(memory: UInt8[np.ndarray, " bytes"]) -> range:
+    return range(0, memory.size, _CHUNK)
 
 
 _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")

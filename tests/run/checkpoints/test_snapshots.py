@@ -215,22 +215,16 @@ def test_no_snapshot_is_begun_in_vain(
     assert steps_in(memory) == []
 
 
-def test_arrays_reach_the_host_in_a_few_transfers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(snapshots, "_TRANSFER", 100)
-    sent: list[int] = []
-    device_put = jax.device_put
-
-    def count(parts: tuple[jax.Array, ...], places: Any) -> Any:
-        sent.append(len(parts))
-        return device_put(parts, places)
-
-    sharding = NamedSharding(zerojax.make_mesh(1, 2), PartitionSpec("local"))
-    sizes = {"a": 40, "b": 60, "c": 2, "d": 300, "e": 4}
-    numbers = {name: np.arange(size).astype(np.int8) for name, size in sizes.items()}
-    arrays = device_put(numbers, sharding)
-    monkeypatch.setattr(jax, "device_put", count)
-    found = dict(snapshots._shards(arrays))
-    assert sent == [4, 2, 2, 2]
-    assert arrays == {}
+def test_each_part_of_an_array_is_copied_once():
+    mesh = zerojax.make_mesh(1, 2)
+    numbers = {name: np.arange(size).astype(np.int8) for name, size in {"a": 40, "b": 6}.items()}
+    arrays = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("local")))
+    arrays["on both"] = jax.device_put(np.arange(5, dtype=np.int32), NamedSharding(mesh, PartitionSpec()))
+    places = {name: np.zeros(size, np.uint8) for name, size in snapshots._sizes(arrays).items()}
+    snapshots._copy(arrays, places)
+    assert arrays == {}, "the copies' memory is free again"
     for name, expected in numbers.items():
-        np.testing.assert_array_equal(np.concatenate([found[f"{name}.0"], found[f"{name}.1"]]), expected)
+        found = np.concatenate([places[f"{name}.0"], places[f"{name}.1"]])
+        np.testing.assert_array_equal(found.view(np.int8), expected)
+    np.testing.assert_array_equal(places.pop("on both.0").view(np.int32), np.arange(5))
+    assert len(places) == 4

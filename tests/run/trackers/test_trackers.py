@@ -1,11 +1,13 @@
 """Trackers: the content of each after a run was killed and resumed, without a network."""
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +21,7 @@ from zerojax.errors import ZeroError
 from zerojax.run import trackers as package
 from zerojax.run.config import LogSection, RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trackers import Trackers, check_trackers, open_trackers
+from zerojax.run.trackers import Trackers, check_trackers, clients, open_trackers
 from zerojax.run.trackers.clients import TrackedRun
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
@@ -64,6 +66,19 @@ def test_tensorboard_continues_a_run(tmp_path: Path) -> None:
     # A SessionLog of START at step 2 hides what was written of it before.
     assert 2 in [e.step for e in events(folder) if e.HasField("session_log")]
     assert messages == []
+
+
+def test_a_package_is_hidden_from_imports_unless_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "heavy.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with clients._without("heavy"), pytest.raises(ImportError):
+        importlib.import_module("heavy")
+    there = importlib.import_module("heavy")
+    with clients._without("heavy"):
+        assert importlib.import_module("heavy") is there
+    monkeypatch.delitem(sys.modules, "heavy")
 
 
 def test_a_moved_run_goes_on_in_its_trackers_and_a_copy_begins_anew(

@@ -4,41 +4,39 @@ A snapshot holds the same arrays as a checkpoint. Each process keeps the shards 
 so only the same job on the same mesh can continue from them, bit for bit.
 """
 
+import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array
+from jax.sharding import Mesh
+from jaxtyping import Array, UInt8
 
 from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError, RunError, error_line
 from zerojax.formatting import size
 from zerojax.multihost.background import Worker
-from zerojax.multihost.snapshot_memory import Checksums, Generation, Kept, file_size
+from zerojax.multihost.snapshot_memory import Checksums, Generation, Kept, copy_bytes, file_size
 from zerojax.run.checkpoints.canonical import with_stored
 from zerojax.run.checkpoints.entries import Entry, entries_of
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, parse_manifest
-from zerojax.run.checkpoints.store import PORTION, fit_beside_training
+from zerojax.run.checkpoints.store import fit_beside_training
 from zerojax.sharding.host_memory import memory_limits, shortage
 from zerojax.sharding.layout import from_stored, to_stored
-from zerojax.sharding.memory import HOST, in_host
+from zerojax.sharding.memory import in_host
 from zerojax.sharding.mesh import on_gpus
+from zerojax.sharding.page_locked import copy_to_host, page_locked
 from zerojax.train.state import TrainState, check_there
 from zerojax.validation.untrusted import dump_checked
 
 _SHARE = 0.02
 """The most that training may wait for snapshots, as a share of its time."""
-_TRANSFER = PORTION // 2
-"""Bytes of a transfer from the devices, if no array has more. Two are under way, in the memory of saves."""
-_READERS = 2
-"""Arrays that a restore copies to the devices at once. XLA stages them in page-locked memory."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,12 @@ class Snapshot(Manifest):
             for name, entry in entries_of(state).items()
             if not (other_nodes and name.startswith("residual/"))
         }
-
-        def placed(name: str) -> Array:
-            entry = entries[name]
-            return _placed(entry.x, _parts(entry, name, held, other_nodes=other_nodes)).block_until_ready()
-
-        # From memory that is not page-locked a GPU reads 2 GB/s, if all arrays are copied in one go.
-        with ThreadPoolExecutor(_READERS) as readers:
-            return with_stored(state, dict(zip(entries, readers.map(placed, entries), strict=True)))
+        with page_locked(self.generation.memory, state.spec.mesh):
+            placed = {
+                name: _placed(entry.x, _parts(entry, name, held, other_nodes=other_nodes))
+                for name, entry in entries.items()
+            }
+            return jax.block_until_ready(with_stored(state, placed))
 
 
 class Snapshots:
@@ -84,7 +80,8 @@ class Snapshots:
     def __init__(self, kept: Kept) -> None:
         self._memory, self._seconds = kept
         self._next = 0  # the generation to overwrite
-        self._worker = Worker("snapshot")
+        self._worker = Worker("snapshot", 2)
+        self._locks = ExitStack()
         self._begun = time.monotonic()
         self._pause = self._written = 0.0
         self._beside_training: bool | None = None
@@ -119,12 +116,8 @@ class Snapshots:
         Raises:
             ConfigurationError: the host has no room.
         """
-        arrays, count = 0, 0
-        for x in _arrays(state).values():
-            indices = len(_indices(x))
-            arrays += indices * _shard_bytes(x)
-            count += indices
-        self._count = count
+        sizes = _sizes(_arrays(state))
+        arrays, count = sum(sizes.values()), len(sizes)
         needed = max(0, file_size(arrays, count) - self._memory.held)
         if short := shortage(gather_from_all((needed, memory_limits()))):
             raise ConfigurationError(
@@ -135,7 +128,13 @@ class Snapshots:
         if self._memory.size != file_size(arrays, count):  # of another number of nodes
             jax.block_until_ready(_arrays(state))
             self._memory.resize(arrays, count)
-        self._worker.put(self._memory.generations[self._next].touch)
+        self._worker.put(functools.partial(self._prepare_next, state.spec.mesh))
+
+    def _prepare_next(self, mesh: Mesh) -> None:
+        """Map the pages of the generation that is written next, and lock them until the run ends."""
+        generation = self._memory.generations[self._next]
+        generation.touch()
+        self._locks.enter_context(page_locked(generation.memory, mesh))
 
     @property
     def is_busy(self) -> bool:
@@ -175,7 +174,7 @@ class Snapshots:
         else:
             self._write(generation, step, arrays, record)
         if first:
-            self._worker.put(self._memory.generations[self._next].touch)
+            self._worker.put(functools.partial(self._prepare_next, state.spec.mesh))
         if not (first and self._beside_training):  # which compiles the copies
             self._pause = time.monotonic() - self._begun
 
@@ -184,7 +183,7 @@ class Snapshots:
             return dump_checked(asdict(Manifest(step, time.time(), record, files)))
 
         try:
-            held = generation.write(_shards(arrays), self._count, describe)
+            held = generation.write(_sizes(arrays), functools.partial(_copy, arrays), describe)
         except Exception as error:
             raise RunError(
                 f"cannot keep a snapshot of step {step} in memory: {error_line(error)}. Launch with "
@@ -203,6 +202,7 @@ class Snapshots:
 
     def close(self) -> None:
         """End the thread, once no snapshot is being written."""
+        self._worker.put(self._locks.close)
         self._worker.close()
 
 
@@ -244,52 +244,32 @@ def _shard_bytes(x: Array) -> int:
     return int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
 
 
-def _shards(arrays: dict[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
-    """This process's parts of arrays, one after another in host memory, with their names.
-
-    While a transfer's parts are read, the next transfer is under way.
-    """
-    transfers = map(_on_host, _transfers(arrays))
-    arriving = next(transfers, [])
-    while arrived := arriving:
-        arriving = next(transfers, [])
-        for name, x in arrived:
-            yield name, np.asarray(x)
+def _sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """The bytes of this process's parts of arrays, by their names."""
+    return {
+        f"{name}.{number}": _shard_bytes(x)
+        for name, x in arrays.items()
+        for number in range(len(_indices(x)))
+    }
 
 
-def _transfers(arrays: dict[str, Array]) -> Iterator[list[tuple[str, Array]]]:
-    """This process's parts of arrays with their names, in lists of at most ``_TRANSFER`` bytes.
-
-    A larger array has its own list. An array is dropped when its parts have been taken.
-    """
-    parts: list[tuple[str, Array]] = []
-    for name in [*arrays]:
-        x = arrays.pop(name)
+def _shards(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """This process's parts of arrays, on one device each, with their names."""
+    parts: dict[str, Array] = {}
+    for name, x in arrays.items():
         by_index = {shard.index: shard.data for shard in x.addressable_shards}
-        more = [(f"{name}.{number}", by_index[index]) for number, index in enumerate(_indices(x))]
-        if parts and sum(part.nbytes for _, part in [*parts, *more]) > _TRANSFER:
-            yield parts
-            parts = []
-        parts += more
-    if parts:
-        yield parts
+        parts |= {f"{name}.{number}": by_index[index] for number, index in enumerate(_indices(x))}
+    return parts
 
 
-def _on_host(parts: Sequence[tuple[str, Array]]) -> list[tuple[str, Array]]:
-    """Begin to copy arrays of one device each to page-locked memory, if they are on GPUs.
-
-    NumPy reads page-locked memory in place; from a GPU's memory JAX copies at 0.5 GB/s. A transfer waits for
-    the step under way, so a few large ones replace one for each array.
-    """
-    names, arrays = zip(*parts, strict=True)
-    return [*zip(names, jax.device_put(arrays, tuple(map(_host_place, arrays))), strict=True)]
-
-
-def _host_place(x: Array) -> jax.sharding.Sharding:
-    (device,) = x.devices()
-    if on_gpus([device]) and not in_host(x):
-        return SingleDeviceSharding(device, memory_kind=HOST)
-    return x.sharding
+def _copy(arrays: dict[str, Array], places: Mapping[str, UInt8[np.ndarray, " bytes"]]) -> None:
+    """Copy this process's parts of arrays to their places, beside steps, and then drop the arrays."""
+    parts = _shards(jax.block_until_ready(arrays))
+    on_gpu = {name for name, x in parts.items() if on_gpus(x.devices()) and not in_host(x)}
+    copy_to_host([(parts[name], places[name]) for name in on_gpu])
+    for name in parts.keys() - on_gpu:
+        copy_bytes(np.asarray(parts[name]), places[name])
+    arrays.clear()
 
 
 def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nodes: bool) -> list[np.ndarray]:

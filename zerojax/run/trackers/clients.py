@@ -1,8 +1,10 @@
 """The clients of the trackers. Each imports its package when it is opened, because most runs use only one."""
 
 import itertools
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from flax import traverse_util
@@ -49,6 +51,22 @@ class Tracker(Protocol):
         ...
 
 
+@contextmanager
+def _without(package: str) -> Generator[None]:
+    """Let imports of a package fail within a block, unless it has been imported before.
+
+    tensorboardX imports torch if it is installed, which takes seconds. Event files need none of it.
+    """
+    absent = package not in sys.modules
+    if absent:
+        sys.modules[package] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules[package]
+
+
 class TensorBoard:
     """Event files in ``RUN/tensorboard``; a resumed run adds one, which hides the steps that it repeats.
 
@@ -60,8 +78,9 @@ class TensorBoard:
 
     def __init__(self, run: TrackedRun) -> None:
         """Open a new event file."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
+        with _without("torch"):
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2, summary_pb2
 
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
