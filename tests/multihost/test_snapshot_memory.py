@@ -38,14 +38,17 @@ def memory() -> SnapshotMemory:
 
 def test_a_later_process_reads_what_an_earlier_one_wrote(memory: SnapshotMemory) -> None:
     sums = write(memory, 1, "ä description")
-    memory.generations[1].touch()
+    memory.touch()
     later = SnapshotMemory(os.dup(memory._descriptor))
     assert [one.text() for one in later.generations] == [None, "ä description"]
     assert later.generations[1].is_intact(sums)
     for name, part in later.generations[1].arrays(sums).items():
         assert part.tobytes() == ARRAYS[name].tobytes()
+    assert not memory.update()
     later.resize(BYTES + 5000, 3)
     assert [one.text() for one in later.generations] == [None, None], "of another size, it is lost"
+    assert memory.update()
+    assert memory.size == later.size
 
 
 def test_an_interrupted_write_leaves_the_other_generation(memory: SnapshotMemory) -> None:

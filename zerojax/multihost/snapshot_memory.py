@@ -79,7 +79,7 @@ class Kept(NamedTuple):
 
 
 class SnapshotMemory:
-    """The file of one process, with its two generations."""
+    """The file of one process, with its two generations; ``whole`` are its bytes."""
 
     def __init__(self, descriptor: int) -> None:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -90,10 +90,14 @@ class SnapshotMemory:
 
     def _map(self) -> None:
         size = os.fstat(self._descriptor).st_size
-        self._whole = (
-            np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8) if size else np.zeros(0, "u1")
-        )
-        self.generations = [Generation(half) for half in np.split(self._whole, 2)]
+        self.whole = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8) if size else np.zeros(0, "u1")
+        self.generations = [Generation(half) for half in np.split(self.whole, 2)]
+
+    def update(self) -> bool:
+        """Map the file again if another process has changed its size; returns whether one has."""
+        if changed := os.fstat(self._descriptor).st_size != self.size:
+            self._map()
+        return changed
 
     @property
     def held(self) -> int:
@@ -103,13 +107,23 @@ class SnapshotMemory:
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self._whole.size
+        return self.whole.size
 
     def resize(self, arrays: int, count: int) -> None:
         """Make room for ``arrays`` bytes in ``count`` arrays, and drop the file's contents."""
         os.ftruncate(self._descriptor, 0)
         os.ftruncate(self._descriptor, file_size(arrays, count))
         self._map()
+
+    def touch(self) -> None:
+        """Map every page, which leaves the contents as they are.
+
+        In a virtual machine the first write to a page takes eight times as long as later ones.
+        """
+        pages = self.whole[:: mmap.PAGESIZE]
+        parts = np.array_split(pages, max(1, pages.size // 1024))
+        for _ in _pool.map(lambda part: np.bitwise_or(part, 0, out=part), parts):
+            pass
 
 
 def file_size(arrays: int, count: int) -> int:
@@ -169,16 +183,6 @@ class Generation:
         header = _HEADER.pack(_MAGIC, start, len(text), zlib.crc32(text))
         self.memory[: _HEADER.size] = np.frombuffer(header, np.uint8)
         return sum(sizes.values())
-
-    def touch(self) -> None:
-        """Map every page, which leaves the contents as they are.
-
-        In a virtual machine the first write to a page takes eight times as long as later ones.
-        """
-        pages = self.memory[:: mmap.PAGESIZE]
-        parts = np.array_split(pages, max(1, pages.size // 1024))
-        for _ in _pool.map(lambda part: np.bitwise_or(part, 0, out=part), parts):
-            pass
 
     def arrays(self, sums: Checksums) -> dict[str, UInt8[np.ndarray, " bytes"]]:
         """The bytes of a complete snapshot's arrays, in place, by name."""

@@ -212,7 +212,7 @@ class TrainLoop(ABC):
             return True
         self.watchdog.phase(f"the checkpoint at step {self.step}")
         if self.snapshots is not None:
-            self.snapshots.wait()  # both need page-locked memory
+            self.snapshots.wait()  # both need room for copies on the devices
         at_end = self.step == self._steps
         saved = self.checkpoints.save(
             self.step,

@@ -16,7 +16,6 @@ from zerojax.errors import ConfigurationError, Stopped, error_line
 from zerojax.multihost.agreement import run_on_each_process, run_on_process_zero
 from zerojax.multihost.files import on_own_disks
 from zerojax.multihost.peers import Peers
-from zerojax.multihost.snapshot_memory import Kept
 from zerojax.network import nccl
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
@@ -179,11 +178,11 @@ class OpenRun(TrainLoop):
 
 @contextmanager
 def opening(
-    config: RunConfig, folder: RunFolder, resume: Resume, *, snapshots: bool = True
+    config: RunConfig, folder: RunFolder, resume: Resume, snapshots: Snapshots | None = None
 ) -> Generator[Opening]:
     """Create and lock a run's folder, for a block that opens the run; unlock it if that fails.
 
-    With ``snapshots``, the run takes them if the launcher keeps them.
+    ``snapshots`` are the ones that the run takes, if the launcher keeps them.
 
     If the start is refused, process zero removes the files that it has written. After other errors they stay,
     because the next start can use prepared tokens.
@@ -203,13 +202,11 @@ def opening(
         if copy is not None:
             (run_on_each_process if own_disks else run_on_process_zero)(copy.fetch_files)
         notes, manifest = [] if unlocked is None else [unlocked], None
-        kept = Kept.find()
-        found = Snapshots(kept) if snapshots and kept is not None else None
         saved = None
         if recovery is not None:
             saved = run_on_process_zero(lambda: max(step_dirs.steps(folder.checkpoints), default=None))
-        if found is not None and recovery is not None:
-            manifest = found.choose(spelled_out(config), saved)
+        if snapshots is not None and recovery is not None:
+            manifest = snapshots.choose(spelled_out(config), saved)
             if manifest is None:
                 notes.append(
                     "no snapshot in memory is newer than the last checkpoint, whole in all processes, and of "
@@ -223,7 +220,7 @@ def opening(
                 copy=copy if saved is None else None,  # a restart has on its disk all that the copy has
             )
             notes += damaged
-        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, found, copy)
+        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, snapshots, copy)
         on_error.pop_all()
 
 

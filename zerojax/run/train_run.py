@@ -16,6 +16,7 @@ from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.run.build import RunSetup, is_first
+from zerojax.run.checkpoints import Snapshots
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, TrainBatches
 from zerojax.run.data.dataset import Dataset
@@ -113,9 +114,10 @@ class TrainRun(BatchRun):
         config.model.check_language_model("zerojax train")
         setup = RunSetup(config)
         setup.prepare_step(abstract_batch(config))
+        snapshots = Snapshots.find(setup.mesh)
         standby.wait()
         setup.check()
-        with opening(config, folder, resume) as new:
+        with opening(config, folder, resume, snapshots) as new:
             data = prepare_data(config, folder)
             batches, validation = make_batches(config, data)
             exact_match = ExactMatch.of(config, data, folder.data)

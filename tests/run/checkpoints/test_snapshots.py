@@ -190,7 +190,8 @@ def test_a_host_without_room_is_refused(
 def test_waiting_for_snapshots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(snapshots.time, "monotonic", lambda: now)
-    taken = snapshots.Snapshots(snapshot_memory.Kept(SnapshotMemory(snapshot_memory.create()), 5.0))
+    kept = snapshot_memory.Kept(SnapshotMemory(snapshot_memory.create()), 5.0)
+    taken = snapshots.Snapshots(kept, zerojax.make_mesh(1, 1))
     taken._written, taken._pause = 2.0, 0.05
     now = 102.9
     assert not taken.is_due

@@ -30,7 +30,7 @@ from zerojax.posttrain.settings import (
     longest_response,
 )
 from zerojax.run.build import RunSetup
-from zerojax.run.checkpoints import Manifest
+from zerojax.run.checkpoints import Manifest, Snapshots
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, TrainBatches
 from zerojax.run.data.responses import ResponseEnd
@@ -74,7 +74,7 @@ class PreferenceTrainer(BatchRun):
         setup = RunSetup(config, loss_fn=preference_loss(settings))
         setup.check()
         check_preferences(config)
-        with opening(config, folder, resume) as new:
+        with opening(config, folder, resume, Snapshots.find(setup.mesh)) as new:
             pairs, exact_match = read_data(config, folder, new.manifest)
             batches, validation = make_batches(config, pairs)
             check_first_weights(new.manifest, init_from)

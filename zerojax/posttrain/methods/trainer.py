@@ -89,7 +89,7 @@ class PostTrainer(OpenRun):
         check_settings(config, jax.process_count())
         setup = RunSetup(config, loss_fn=policy_loss(settings))
         setup.check()
-        with opening(config, folder, resume, snapshots=False) as new:
+        with opening(config, folder, resume) as new:
             task = Task.open(config, folder, new.manifest, reader)
             new.on_error.callback(task.scorer.close)
             check_first_weights(new.manifest, init_from)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +63,11 @@ class Snapshot(Manifest):
             for name, entry in entries_of(state).items()
             if not (other_nodes and name.startswith("residual/"))
         }
-        with page_locked(self.generation.memory, state.spec.mesh):
-            placed = {
-                name: _placed(entry.x, _parts(entry, name, held, other_nodes=other_nodes))
-                for name, entry in entries.items()
-            }
-            return jax.block_until_ready(with_stored(state, placed))
+        placed = {
+            name: _placed(entry.x, _parts(entry, name, held, other_nodes=other_nodes))
+            for name, entry in entries.items()
+        }
+        return jax.block_until_ready(with_stored(state, placed))
 
 
 class Snapshots:
@@ -77,14 +76,30 @@ class Snapshots:
     say: Callable[[str], object] = print
     """Prints a line, from another thread."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, mesh: Mesh) -> None:
         self._memory, self._seconds = kept
+        self._mesh = mesh
         self._next = 0  # the generation to overwrite
         self._worker = Worker("snapshot", 2)
         self._locks = ExitStack()
         self._begun = time.monotonic()
         self._pause = self._written = 0.0
         self._beside_training: bool | None = None
+        self._lock()
+
+    @classmethod
+    def find(cls, mesh: Mesh) -> Self | None:
+        """The snapshots that the launcher keeps of a run on a mesh; None if it keeps none.
+
+        Locks the memory's pages for this process's GPUs. That takes seconds, so a process that stands by
+        calls this before it waits.
+        """
+        return None if (kept := Kept.find()) is None else cls(kept, mesh)
+
+    def _lock(self) -> None:
+        """Lock the memory's pages. Its size is zero before the first start of a job."""
+        if self._memory.size:
+            self._locks.enter_context(page_locked(self._memory.whole, self._mesh))
 
     def choose(self, config: Mapping[str, Any], at_least: int | None) -> Snapshot | None:
         """The newest intact snapshot that all processes have; all call it together.
@@ -94,6 +109,9 @@ class Snapshots:
                 number of nodes may differ if each node holds the whole state.
             at_least: the step of the newest checkpoint, if there is one; an older snapshot does not count.
         """
+        if self._memory.update():
+            self._locks.close()
+            self._lock()
         now = _settings(config)
         mine = {
             one.step: (number, one)
@@ -125,16 +143,12 @@ class Snapshots:
                 f"this host's memory, and {size(short.free)} are free. Launch with --snapshot-seconds 0, so "
                 "that a restart uses checkpoints, or use a host or container with more memory."
             )
-        if self._memory.size != file_size(arrays, count):  # of another number of nodes
+        if self._memory.size != file_size(arrays, count):  # a new job, or another number of nodes
             jax.block_until_ready(_arrays(state))
+            self._locks.close()
             self._memory.resize(arrays, count)
-        self._worker.put(functools.partial(self._prepare_next, state.spec.mesh))
-
-    def _prepare_next(self, mesh: Mesh) -> None:
-        """Map the pages of the generation that is written next, and lock them until the run ends."""
-        generation = self._memory.generations[self._next]
-        generation.touch()
-        self._locks.enter_context(page_locked(generation.memory, mesh))
+            self._worker.put(self._memory.touch)
+            self._worker.put(self._lock)
 
     @property
     def is_busy(self) -> bool:
@@ -173,8 +187,6 @@ class Snapshots:
             self._worker.put(lambda: self._write(generation, step, copies, record))
         else:
             self._write(generation, step, arrays, record)
-        if first:
-            self._worker.put(functools.partial(self._prepare_next, state.spec.mesh))
         if not (first and self._beside_training):  # which compiles the copies
             self._pause = time.monotonic() - self._begun
 
