@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -380,6 +381,9 @@ def make_parser(description: str, peers: list[str], default: list[str]) -> argpa
         help="untimed steps: the first once, the others again at each of --rates",
     )
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument(
+        "--ahead", action="store_true", help="as in train.py: begin a step before the one before it has ended"
+    )
     parser.add_argument("--peers", nargs="+", choices=peers, default=default)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser
@@ -461,7 +465,10 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
         for number in range(1, options.warm_up):
             _timed(peer, device, f"untimed step {number}")
         before = _sent()
-        timed = [_timed(peer, device, f"step {number + 1}") for number in range(options.steps)]
+        if options.ahead:
+            timed = _timed_ahead(peer, options.steps)
+        else:
+            timed = [_timed(peer, device, f"step {number + 1}") for number in range(options.steps)]
         after = _sent()
         # Read before the gradient's norm allocates anything.
         held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
@@ -499,6 +506,19 @@ def _timed(peer: Peer, device: torch.device, what: str) -> tuple[float, torch.Te
     elapsed = time.perf_counter() - begun
     say(f"{peer.name}: {what} took {elapsed:.3f} s")
     return elapsed, loss
+
+
+def _timed_ahead(peer: Peer, steps: int) -> list[tuple[float, torch.Tensor]]:
+    """For each step the seconds between the end of the one before and its own, and its loss."""
+    losses, ends = list[torch.Tensor](), list[torch.cuda.Event]()
+    for _ in range(steps + 1):
+        losses.append(peer.step())
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+        ends[-2 if len(ends) > 1 else -1].synchronize()
+    torch.cuda.synchronize()
+    seconds = [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(ends)]
+    return [*zip(seconds, losses[1:], strict=True)]
 
 
 def _sent() -> int | None:
