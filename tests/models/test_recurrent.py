@@ -196,6 +196,8 @@ def test_what_does_not_go_with_recurrent_layers_is_refused():
         replace(DELTA, biases=True)
     with pytest.raises(ConfigurationError, match="recurrent_heads = 4 is not a multiple"):
         replace(DELTA, recurrent_key_heads=3)
+    with pytest.raises(ConfigurationError, match="recurrent_key_heads = 1 is not supported"):
+        replace(DELTA, recurrent="kimi_delta", recurrent_key_heads=1)
     with pytest.raises(ConfigurationError, match="different numbers from 0 to layers"):
         replace(DELTA, recurrent_layers=(4,))
 

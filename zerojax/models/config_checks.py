@@ -257,13 +257,13 @@ def _check_one_branch(c: "GPTConfig") -> None:
 
 def _check_recurrent(c: "GPTConfig") -> None:
     _check_layers(c, "recurrent_layers")
-    keys = c.recurrent_key_heads or 1
+    keys = c.recurrent_key_heads or c.value_heads
     require(
         not c.recurrent_layers or c.recurrent == "short_conv" or c.value_heads % keys == 0,
         f"recurrent_heads = {c.value_heads} is not a multiple of recurrent_key_heads = {keys}",
     )
     require(
-        not c.recurrent_layers or c.recurrent != "kimi_delta" or keys in (1, c.value_heads),
+        not c.recurrent_layers or c.recurrent != "kimi_delta" or keys == c.value_heads,
         f'recurrent_key_heads = {keys} is not supported with recurrent = "kimi_delta": leave it out',
     )
     require(

@@ -65,7 +65,10 @@ def build(
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
         why = {str(_without_fp8(zero, p)): p.name for p in reversed(adapter.parameters)}
         reasons = "; ".join(f"{name!r}: {reason}" for reason, name in why.items())
-        raise ConfigurationError(f'matmul_dtype="fp8" applies to no weight ({reasons}).')
+        raise ConfigurationError(
+            f'matmul_dtype="fp8" applies to no weight ({reasons}). Leave it out, or change what excludes '
+            "them."
+        )
     units = [p.unit for p in parameters]
     if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
         raise ConfigurationError(
@@ -237,7 +240,9 @@ def check_options(zero: ZeroConfig, world: MeshShape) -> None:
     if not isinstance(zero, ZeroConfig):
         raise ConfigurationError(f'zero={zero!r}: give a ZeroConfig, such as ZeroConfig.preset("zero++").')
     if zero.error_feedback and world.nodes == 1 and not zero.every:
-        raise ConfigurationError("error_feedback corrects the node hop, and a mesh of one node has none.")
+        raise ConfigurationError(
+            "error_feedback corrects the node hop, and a mesh of one node has none: set error_feedback=False."
+        )
     if world.local % zero.sequence_parallel:
         raise ConfigurationError(
             f"sequence_parallel={zero.sequence_parallel} devices of a node would share a row, which does not "
