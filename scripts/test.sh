@@ -41,13 +41,12 @@ compiler=$(.venv/bin/python -c "from zerojax.analysis import aot; print(aot.comp
 lowering=(.venv/bin/pytest -q -p no:cacheprovider tests/pallas_kernels/test_lowering.py)
 beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
 
-.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone" --cost -
-
 failed=()
-# Each process reads all files that it is given before its first test, so it is given these alone. There are four
-# because these tests wait most of the time.
+# These wait most of the time, so there are four at once, and the processes above compute in the meantime. A
+# process reads all files that it is given before its first test, so it is given these alone.
 mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 .venv/bin/pytest -n 4 --dist worksteal -m "alone and not slow" --cost - "${files[@]}" || failed+=("tests alone")
+.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone" --cost - || failed+=("tests")
 for i in "${!names[@]}"; do
     wait "${processes[i]}" || failed+=("${names[i]}")
     cat "$output/${names[i]}"
