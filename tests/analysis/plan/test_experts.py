@@ -1,5 +1,7 @@
 """The plan of a mixture of experts against what its traced step sends."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import optax
@@ -27,10 +29,12 @@ CONFIG = GPTConfig(
 )
 
 
-def state(nodes: int, local: int, *, muon: bool = False, **zero: object) -> zerojax.TrainState:
+def state(
+    nodes: int, local: int, *, muon: bool = False, config: GPTConfig = CONFIG, **zero: object
+) -> zerojax.TrainState:
     settings = zerojax.ZeroConfig.preset("delta", **zero)
     mesh = zerojax.make_mesh(nodes, local)
-    model = lambda rngs: GPT(CONFIG, rngs=rngs)  # noqa: E731
+    model = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
     tx = zerojax.scale_by_muon() if muon else optax.sgd(0.1)
     return zerojax.TrainState.abstract(model, tx, lm_loss, mesh=mesh, zero=settings)
 
@@ -41,6 +45,7 @@ def state(nodes: int, local: int, *, muon: bool = False, **zero: object) -> zero
         pytest.param({"remat": "none"}, marks=pytest.mark.slow),
         pytest.param({"remat": "full", "accumulate": 2}, marks=pytest.mark.slow),
         {"experts": "gathered"},
+        pytest.param({"config": replace(CONFIG, post_norms=True)}, id="a norm after the experts"),
         pytest.param({"muon": True, "remat": "none", "matrix_spread": "world"}, marks=pytest.mark.slow),
         pytest.param({"muon": True, "remat": "none"}, marks=pytest.mark.slow),
     ],
@@ -51,7 +56,7 @@ def test_bytes_are_those_of_the_traced_step(zero):
     built = state(2, 4, **zero)
     rows = 2 * 8 * built.spec.zero.accumulate
     report = zerojax.comm_report(built, {"tokens": jax.ShapeDtypeStruct((rows, 33), np.int32)})
-    work = work_of(built.spec, CONFIG, sequences=2, length=32)
+    work = work_of(built.spec, zero.get("config", CONFIG), sequences=2, length=32)
     planned: dict[str, tuple[float, float]] = {}
     for hop in hops_of(built.spec, work):
         local, node = planned.get(hop.phase, (0, 0))

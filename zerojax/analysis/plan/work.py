@@ -377,11 +377,12 @@ def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
     """Bytes of a token and its gradients that travel to another device and back in one layer.
 
     A token travels with a weight and a number for each of its experts, twice if the layer is recomputed. The
-    sum of its experts' outputs returns. Gradients travel the same ways.
+    sum of its experts' outputs returns, then also twice if a norm reads it. Gradients travel the same ways.
     """
     token, weights = ITEM[dtype] * c.d_model, 4 * c.experts_per_token
-    there = token + 2 * weights
-    return there * (1 if remat == "none" else 2) + token + token + (token + weights)
+    there, times = token + 2 * weights, 1 if remat == "none" else 2
+    back = token * (times if c.post_norms else 1)
+    return there * times + back + token + (token + weights)
 
 
 def _computed_flops(c: GPTConfig, length: int, *, flash: bool) -> float:
