@@ -29,8 +29,9 @@ def compiled_gpt(
     local: int,
     lora: zerojax.LoRA | None = None,
     tx: Any = _ADAMW,
+    rows: int = 1,
 ) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
-    """A model's step on H100s, a sequence of full length each; skips without a compiler."""
+    """A model's step on H100s, ``rows`` sequences of full length each; skips without a compiler."""
     try:
         devices = aot.topology(nodes, local, gpu="h100")
     except aot.CompilerMissingError as error:
@@ -43,7 +44,7 @@ def compiled_gpt(
         zero=zero,
         lora=lora,
     )
-    lowered = zerojax.lower_train_step(state, gpt_batch(config, nodes * local))
+    lowered = zerojax.lower_train_step(state, gpt_batch(config, nodes * local * rows))
     return state, lowered.compile(dict(aot.COMPILER_OPTIONS))
 
 

@@ -98,6 +98,18 @@ def test_compiled_memory_with_muon_is_as_planned(name, spread):
     assert plan.memory.total > 12 * plan.parameters / (LOCAL if spread == "node" else D)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["depth", "breadth"])
+def test_compiled_memory_on_one_device_has_sums_in_the_compute_dtype(order):
+    config = dataclasses.replace(CONFIG, layers=8, d_model=1024, heads=8)
+    accumulate = 2 if order == "breadth" else 1
+    zero = zerojax.ZeroConfig(accumulate=accumulate, accumulate_order=order)
+    state, compiled = compiled_gpt(config, zero, 1, 1, rows=accumulate)
+    plan = plan_state(state)
+    assert plan.memory.kinds["gradients"] < 2.2 * plan.parameters
+    assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.06)
+
+
 @pytest.mark.parametrize(("gpu", "numbers_a_token"), [("h100", 1), ("a100-80", 128)])
 def test_heads_of_256_keep_scores_where_the_gpu_has_no_flash_attention_for_them(gpu, numbers_a_token):
     config = GPTConfig(vocab_size=64, layers=1, d_model=64, heads=1, head_width=256, max_seq_len=128)

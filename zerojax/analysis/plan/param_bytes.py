@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from zerojax.analysis.plan.hops import gradient_hops
-from zerojax.comm.reduction import axes_of, grad_size
+from zerojax.comm.reduction import GradientReduction, axes_of, grad_size
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
@@ -26,6 +26,16 @@ class ParamBytes:
         rest = [group for group in spec.groups if group.unit is None]
         self._outside = [leaf for group in rest for leaf in group.leaves]
         self._frozen_outside = [leaf for group in rest for leaf in group.frozen]
+        stacks = [group.leaves for group in spec.unit_groups if group.stack and group.leaves]
+        # Sums that are added to other micro-batches' sums are in fp32.
+        if spec.zero.stage < 3 or self.strategy.reads_layers or spec.zero.passes > 1:
+            stacks = []
+        dtypes = (GradientReduction.of(self.strategy, leaves).sum_dtypes for leaves in stacks)
+        self._sum_dtypes = {
+            leaf.path: dtype
+            for leaves, own in zip(stacks, dtypes, strict=True)
+            for leaf, dtype in zip(leaves, own, strict=True)
+        }
 
     def weight(self, leaf: ParamLayout) -> int:
         """Bytes of a gathered leaf, in its compute dtype or in fp8."""
@@ -37,7 +47,8 @@ class ParamBytes:
 
     def sum_of(self, leaf: ParamLayout) -> int:
         """Bytes of a leaf's gradient sum."""
-        return 4 * (grad_size(self.strategy, leaf) if self.sums_sharded else leaf.shard)
+        item = self._sum_dtypes.get(leaf.path, jnp.dtype(jnp.float32)).itemsize
+        return item * (grad_size(self.strategy, leaf) if self.sums_sharded else leaf.shard)
 
     def gathered(self, units: int) -> int:
         """Bytes of trained weights that are whole at once: at stage 3 some units' and the leaves outside."""
@@ -171,7 +182,7 @@ class ParamBytes:
         return max([*one_by_one, *crossing], default=0)
 
     def _set_of_sums(self) -> int:
-        """One fp32 set of gradient sums. A stack that the backward pass updates has the sums of one layer."""
+        """One set of gradient sums. A stack that the backward pass updates has the sums of one layer."""
         once = {leaf.path for group in self.spec.updated_in_backward for leaf in group.leaves}
         return sum((1 if leaf.path in once else leaf.layers) * self.sum_of(leaf) for leaf in self.spec.leaves)
 
