@@ -53,6 +53,7 @@ WITH_MUON = {
     "delta": {"preset": "delta"},
     "delta in breadth": {"preset": "delta", "accumulate": 2, "accumulate_order": "breadth"},
     "spread": {"matrix_spread": "world"},
+    "in host memory": {"host": ("optimizer",)},
     "stage 2": {"stage": 2},
     "fp8": {"preset": "delta", "matmul_dtype": "fp8"},
 }
@@ -163,6 +164,7 @@ def test_they_agree_with_local_updates(kind, name):
     "name",
     [
         "delta in breadth",
+        "in host memory",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("zero3", "zero++ with accumulation", "stage 2", "delta", "spread", "fp8")

@@ -36,7 +36,7 @@ millisecond.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from rich.table import Table
@@ -289,10 +289,21 @@ def _optimizer_hops(spec: TrainSpec) -> Iterator[LeafHop]:
     if spec.zero.stage == 0:
         return
     codec = Codec(spec.zero.compute_format, spec.zero.block_size)
-    for same in by_shape(spec.matrices):
+    for same, times in _dealt_together(spec):
         leaf, sent = same[0], most_dealt(same) * same[0].owned
         for axis in ["node+local"] if len(dealt_over(leaf)) > 1 else dealt_over(leaf):
-            yield LeafHop(leaf, "optimizer", axis, "alone", codec, sent, 2 / leaf.layers, coded=False)
+            yield LeafHop(leaf, "optimizer", axis, "alone", codec, sent, 2 * times / leaf.layers, coded=False)
+
+
+def _dealt_together(spec: TrainSpec) -> Iterator[tuple[Sequence[ParamLayout], int]]:
+    """Matrices that are exchanged at once, and how often in a step: layer by layer if they are streamed."""
+    if not spec.streams:
+        yield from ((same, 1) for same in by_shape(spec.matrices))
+        return
+    matrices = {leaf.path for leaf in spec.matrices}
+    for group in spec.groups:
+        layer = [replace(leaf, stack=()) for leaf in group.leaves if leaf.path in matrices]
+        yield from ((same, group.layers) for same in by_shape(layer))
 
 
 def hops_table(
