@@ -540,7 +540,10 @@ class Block(nnx.Module):
         out, stats = out if isinstance(out, tuple) else (out, None)
         out = attended + self._added(self.post_norm_mlp(out), second)
         out = out if own is None else out + self.input(out, own)
-        return out * self.scale[...].astype(out.dtype) if self.config.layer_scale else out, stats
+        if self.config.layer_scale:
+            # It is state. Its gradient, which nothing reads, would need the experts' outputs once more.
+            out = out * jax.lax.stop_gradient(self.scale[...]).astype(out.dtype)
+        return out, stats
 
     def _added(self, x: Hidden, kept: Mask | None) -> Hidden:
         """A branch's contribution to the residual stream."""
