@@ -63,8 +63,10 @@ unembedding has no gradient, so XLA removes the matmul and its sums. A frozen em
 combine at the end.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pallas_kernels.delta_chunks_reference import CHUNK
 from zerojax.models.attention import HOPPER, has_flash
@@ -265,6 +267,7 @@ def decoder_work(
     back = spread.heads * wide.value_dim
     there = (spread.heads + spread.copies) * wide.head_dim + spread.copies * wide.value_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
+    recurrent = _over_layers(c, partial(_exchanged_width, sharing=sharing))
     working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
     # In tiles the exchanged heads replace the device's own, but its outputs exist twice.
     working += min(sent, tokens * item * back) if _in_tiles(c, remat, tokens) else sent
@@ -297,7 +300,7 @@ def decoder_work(
         stream=tokens * c.d_model * item,
         kept=kept,
         working=round(working),
-        heads=(sent * attended + (sharing > 1) * tokens * item * _over_layers(c, _exchanged_width))
+        heads=(sent * attended + (sharing > 1) * tokens * item * recurrent)
         * (sharing - 1)
         // sharing
         * (2 if remat == "none" else 3),
@@ -368,9 +371,19 @@ def _chunk_bytes(c: GPTConfig, item: int) -> int:
     )
 
 
-def _exchanged_width(c: GPTConfig) -> int:
-    """Elements per token that a recurrent layer sends and receives if devices share rows."""
-    return c.all_recurrent * (c.conv_channels + c.recurrent_values + _decay_width(c))
+def _exchanged_width(c: GPTConfig, sharing: int) -> int:
+    """Elements per token that a recurrent layer sends and receives if ``sharing`` devices share rows."""
+    if not c.all_recurrent:
+        return 0
+    by_head = {
+        "gated_delta": 2 * c.value_heads,
+        "kimi_delta": c.value_heads + c.recurrent_keys,
+        "mamba2": c.value_heads,
+        "short_conv": 0,
+    }
+    keys = 0 if c.recurrent == "short_conv" else c.recurrent_keys // c.recurrent_key_width
+    copies = math.lcm(keys, sharing) // keys - 1 if keys else 0  # of a head of keys, for its other devices
+    return c.conv_channels + 2 * copies * c.recurrent_keys + c.recurrent_values + by_head[c.recurrent]
 
 
 def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
