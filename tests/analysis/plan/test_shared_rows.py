@@ -26,19 +26,16 @@ KEYS = {"recurrent_key_heads": 2, "recurrent_key_width": 6, "recurrent_width": 4
             marks=pytest.mark.slow,
         ),
         pytest.param({"recurrent": "short_conv"}, "full", id="convolutions", marks=pytest.mark.slow),
+        pytest.param(
+            {"recurrent_layers": (), "sliding_window": 4, "sliding_window_pattern": 3, "full_head_width": 8},
+            "full",
+            id="widths",
+        ),
     ],
 )
 def test_bytes_of_recurrent_layers_and_attention(more: dict[str, Any], remat: Any):
-    config = GPTConfig(
-        vocab_size=64,
-        layers=3,
-        d_model=16,
-        heads=4,
-        max_seq_len=16,
-        biases=False,
-        recurrent_layers=(0, 1),
-        **more,
-    )
+    settings = {"recurrent_layers": (0, 1), "biases": False} | more
+    config = GPTConfig(vocab_size=64, layers=3, d_model=16, heads=4, max_seq_len=16, **settings)
     zero = zerojax.ZeroConfig(sequence_parallel=4, remat=remat)
     mesh = zerojax.make_mesh(1, 4)
     state = zerojax.TrainState.abstract(

@@ -267,7 +267,7 @@ def decoder_work(
     back = spread.heads * wide.value_dim
     there = (spread.heads + spread.copies) * wide.head_dim + spread.copies * wide.value_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
-    recurrent = _over_layers(c, partial(_exchanged_width, sharing=sharing))
+    exchanged = _over_layers(c, partial(_exchanged_width, sharing=sharing)) if sharing > 1 else 0
     working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
     # In tiles the exchanged heads replace the device's own, but its outputs exist twice.
     working += min(sent, tokens * item * back) if _in_tiles(c, remat, tokens) else sent
@@ -300,10 +300,7 @@ def decoder_work(
         stream=tokens * c.d_model * item,
         kept=kept,
         working=round(working),
-        heads=(sent * attended + (sharing > 1) * tokens * item * recurrent)
-        * (sharing - 1)
-        // sharing
-        * (2 if remat == "none" else 3),
+        heads=tokens * item * exchanged * (sharing - 1) // sharing * (2 if remat == "none" else 3),
         **at_loss,
     )
 
@@ -372,7 +369,10 @@ def _chunk_bytes(c: GPTConfig, item: int) -> int:
 
 
 def _exchanged_width(c: GPTConfig, sharing: int) -> int:
-    """Elements per token that a recurrent layer sends and receives if ``sharing`` devices share rows."""
+    """Elements per token that a layer sends and receives if ``sharing`` devices share rows."""
+    if c.attention_layers:
+        spread = spread_of(c.heads, c.key_value_heads, sharing)
+        return (spread.heads + spread.copies) * (c.head_dim + c.value_dim)
     if not c.all_recurrent:
         return 0
     by_head = {
