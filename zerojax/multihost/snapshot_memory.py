@@ -204,18 +204,20 @@ class Generation:
 def copy_bytes(source: np.ndarray, target: UInt8[np.ndarray, " bytes"]) -> None:
     """Copy an array's bytes to memory of their size, in several threads."""
     flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-    for _ in _pool.map(lambda at: np.copyto(target[at : at + _CHUNK], flat[at : at + _CHUNK]), _chunks(flat)):
-        pass
+    _by_chunks(lambda at: np.copyto(target[at : at + _CHUNK], flat[at : at + _CHUNK]), flat.size)
 
 
 def _checksum(source: UInt8[np.ndarray, " bytes"]) -> int:
     """A checksum of some bytes, by CRC-32 of each chunk."""
-    found = _pool.map(lambda at: zlib.crc32(source[at : at + _CHUNK]), _chunks(source))
-    return zlib.crc32(np.array([*found], np.uint32).tobytes())
+    found = _by_chunks(lambda at: zlib.crc32(source[at : at + _CHUNK]), source.size)
+    return zlib.crc32(np.array(found, np.uint32).tobytes())
 
 
-def _chunks(memory: UInt8[np.ndarray, " bytes"]) -> range:
-    return range(0, memory.size, _CHUNK)
+def _by_chunks[T](work: Callable[[int], T], size: int) -> list[T]:
+    """Do the work for each chunk of some bytes, given its first byte; several chunks in several threads."""
+    starts = range(0, size, _CHUNK)
+    # Beside a thread that holds the GIL, each change of threads takes milliseconds.
+    return list(map(work, starts) if len(starts) < 2 else _pool.map(work, starts))
 
 
 _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from micro_run import Stop, die_at, losses, micro_config, train
 
 import zerojax
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.multihost import snapshot_memory
 from zerojax.multihost.background import Worker
 from zerojax.multihost.snapshot_memory import SnapshotMemory
@@ -185,6 +185,17 @@ def test_a_host_without_room_is_refused(
     monkeypatch.setattr(snapshots, "memory_limits", lambda: {"host": 1000})
     with pytest.raises(ConfigurationError, match=r"two snapshots of .* are free.*--snapshot-seconds 0"):
         train(micro_config(text), tmp_path)
+
+
+def test_memory_that_cannot_be_locked_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RunError("CUDA's cuMemHostRegister_v2 failed: out of memory (2)")
+
+    kept = snapshot_memory.Kept(SnapshotMemory(snapshot_memory.create()), 5.0)
+    kept.memory.resize(1000, 1)
+    monkeypatch.setattr(snapshots, "page_locked", fails)
+    with pytest.raises(RunError, match=r"cannot lock .* out of memory.*--snapshot-seconds 0"):
+        snapshots.Snapshots(kept, zerojax.make_mesh(1, 1))
 
 
 def test_waiting_for_snapshots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

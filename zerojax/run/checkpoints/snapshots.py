@@ -98,8 +98,15 @@ class Snapshots:
 
     def _lock(self) -> None:
         """Lock the memory's pages. Its size is zero before the first start of a job."""
-        if self._memory.size:
+        if not self._memory.size:
+            return
+        try:
             self._locks.enter_context(page_locked(self._memory.whole, self._mesh))
+        except RunError as error:
+            raise RunError(
+                f"cannot lock {size(self._memory.size)} of this host's memory for snapshots: {error}. Launch "
+                "with --snapshot-seconds 0 to do without."
+            ) from error
 
     def choose(self, config: Mapping[str, Any], at_least: int | None) -> Snapshot | None:
         """The newest intact snapshot that all processes have; all call it together.
