@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from gemma4 import GEMMA4, check_decoding
 from plain_loop import distance
 
 import zerojax
@@ -19,33 +20,7 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.block import LayerScale
 from zerojax.models.size import flops_per_token, pair_flops, parameter_count
 
-WIDE = GPTConfig(
-    vocab_size=64,
-    layers=4,
-    d_model=16,
-    heads=4,
-    kv_heads=2,
-    head_width=4,
-    ffn=24,
-    norm="rms",
-    post_norms=True,
-    positions="rope",
-    rope_scaling="proportional",
-    rope_fraction=0.5,
-    rope_local_theta=100.0,
-    mlp="geglu",
-    biases=False,
-    qk_norm=True,
-    value_norm=True,
-    query_scalar=1.0,
-    layer_scale=True,
-    sliding_window=6,
-    sliding_window_pattern=2,
-    full_head_width=8,
-    full_kv_heads=1,
-    keys_as_values=True,
-    max_seq_len=128,
-)
+WIDE = replace(GEMMA4, full_kv_heads=1, keys_as_values=True)
 NARROW = replace(WIDE, full_head_width=None, full_kv_heads=None)
 
 
@@ -97,13 +72,7 @@ def test_packed_documents_and_cached_tokens_are_computed_as_if_alone(scan: bool)
             alone = run(model, tokens[row : row + 1, first:last], None)
             np.testing.assert_allclose(packed[row : row + 1, first:last], alone, atol=2e-5)
     whole = run(model, tokens, None)
-    decode = nnx.jit(lambda model, *args: model.decode(*args))
-    cache, start = model.init_cache(2, 40, jnp.float32), 0
-    for count in (13, 1, 1, 20):
-        begin = jnp.full(2, start)
-        hidden, cache = decode(model, tokens[:, start : start + count], begin, begin + count, cache)
-        np.testing.assert_allclose(model.logits(hidden), whole[:, start : start + count], atol=2e-5)
-        start += count
+    check_decoding(model, tokens, whole)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,10 @@ def state(
 ) -> zerojax.TrainState:
     settings = zerojax.ZeroConfig.preset("delta", **zero)
     mesh = zerojax.make_mesh(nodes, local)
-    model = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
     tx = zerojax.scale_by_muon() if muon else optax.sgd(0.1)
-    return zerojax.TrainState.abstract(model, tx, lm_loss, mesh=mesh, zero=settings)
+    return zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs), tx, lm_loss, mesh=mesh, zero=settings
+    )
 
 
 @pytest.mark.parametrize(

@@ -263,13 +263,14 @@ def _shard_bytes(x: Array) -> int:
     return int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
 
 
+def _part_names(name: str, x: Array) -> list[str]:
+    """The names of this process's parts of an array, in the order of ``_indices``."""
+    return [f"{name}.{number}" for number in range(len(_indices(x)))]
+
+
 def _sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
     """The bytes of this process's parts of arrays, by their names."""
-    return {
-        f"{name}.{number}": _shard_bytes(x)
-        for name, x in arrays.items()
-        for number in range(len(_indices(x)))
-    }
+    return {part: _shard_bytes(x) for name, x in arrays.items() for part in _part_names(name, x)}
 
 
 def _shards(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -277,7 +278,8 @@ def _shards(arrays: Mapping[str, Array]) -> dict[str, Array]:
     parts: dict[str, Array] = {}
     for name, x in arrays.items():
         by_index = {shard.index: shard.data for shard in x.addressable_shards}
-        parts |= {f"{name}.{number}": by_index[index] for number, index in enumerate(_indices(x))}
+        own = (by_index[index] for index in _indices(x))
+        parts |= zip(_part_names(name, x), own, strict=True)
     return parts
 
 
@@ -298,7 +300,7 @@ def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nod
     number, so weights that every node holds are padded again.
     """
     x, leaf = entry.x, entry.leaf
-    names = [f"{name}.{number}" for number in range(len(_indices(x)))]
+    names = _part_names(name, x)
     parts = [held[part].view(x.dtype) for part in names if part in held]
     if other_nodes and leaf is not None and leaf.in_every_node and len(parts) == len(names):
         rows = np.concatenate([part.reshape(leaf.layers, -1) for part in parts], axis=1)
