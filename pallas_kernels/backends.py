@@ -171,7 +171,9 @@ def compute_capability() -> int:
 def backend_report() -> dict[str, str]:
     """For each platform, "cpu" and "cuda", a sentence about the implementation that runs there."""
     reference = "jax.numpy reference, compiled by XLA"
-    pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
+    pallas = (
+        "int8, int4 and fp8, neither stochastic nor rotated nor summed, by Pallas kernels through Mosaic GPU"
+    )
     if compute_capability() == 90:
         pallas += "; also grouped matmuls with sides that are multiples of 64 in bf16 and of 128 in fp8"
     if _triton_module() is None:

@@ -1,8 +1,8 @@
 """The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
-The codec kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
-at least four blocks, and sums of at most 32 peers. The grouped matmuls support bf16 and fp8 on Hopper, for
-matrices with sides that are multiples of 128 bytes. For all other arguments the functions return None.
+The codec kernels encode and decode. They support bf16 and fp32 numbers, int8, int4 and fp8, rounding to
+nearest, no rotation, and rows of at least four blocks. The grouped matmuls support bf16 and fp8 on Hopper,
+for matrices with sides that are multiples of 128 bytes. For all other arguments the functions return None.
 """
 
 # Pallas and jnp.iinfo have no complete types.
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,8 +26,6 @@ from pallas_kernels.mosaic.kernels import Rows
 from pallas_kernels.mosaic.tiles import Tile, choose_tile, store
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
-_MAX_PEERS = 32
-"""Rows summed in unrolled code."""
 _HOPPER = 90
 _GROUPED_BYTES = 128
 """Bytes of a row that the grouped kernels read in one piece."""
@@ -36,8 +33,6 @@ ENCODE_ELEMENTS = 16
 """Elements encoded per thread."""
 DECODE_ELEMENTS = 16
 """Elements decoded per thread."""
-SUM_ELEMENTS = 32
-"""Elements summed per thread."""
 
 
 def _has_kernel(*fmts: str, dtypes: Sequence[Any] = (), rounding: str = "nearest", rotation: int = 0) -> bool:
@@ -91,12 +86,6 @@ def _launch(
     return call(*arrays)
 
 
-def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
-    """Payload rows as integers with the bits of ``lanes`` codes."""
-    bits = lanes * BITS[out.fmt]
-    return jax.ShapeDtypeStruct((rows, out.nbytes * 8 // bits), jnp.dtype(f"int{bits}"))
-
-
 def _encode(
     x: jax.Array, out: Rows, rows: int, place: Callable[[jax.Array], tuple[Any, Any]]
 ) -> jax.Array | None:
@@ -119,12 +108,14 @@ def _encode(
         row, first = place(piece)
         x = tile.load(x_ref.at[piece], start)
         numbers = kernels.unpack_pairs(x) if lanes == 2 else [x.astype(jnp.float32)]
-        kernels.store_encoded(numbers, None, out_ref, row, first + start, tile, out)
+        kernels.store_encoded(numbers, out_ref, row, first + start, tile, out)
 
     if lanes == 2:
         x = lax.bitcast_convert_type(x.reshape(pieces, -1, 2), jnp.int32)
     x = x.reshape(pieces, blocks, tile.width)
-    return _as_bytes(_launch(encode_kernel, _encoded_type(out, rows, lanes), pieces, blocks, tile, x))
+    bits = lanes * BITS[out.fmt]  # a word holds the codes of the lanes
+    kind = jax.ShapeDtypeStruct((rows, out.nbytes * 8 // bits), jnp.dtype(f"int{bits}"))
+    return _as_bytes(_launch(encode_kernel, kind, pieces, blocks, tile, x))
 
 
 def encode(
@@ -135,14 +126,6 @@ def encode(
     if block is None or not _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         return None
     return _encode(x, Rows(fmt, x.shape[1] // block, block), x.shape[0], lambda piece: (piece, 0))
-
-
-def encode_delta(
-    w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
-) -> jax.Array | None:
-    """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it before the kernel."""
-    delta = w.astype(jnp.float32) - base.astype(jnp.float32)
-    return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
 
 def encode_reordered(
@@ -184,71 +167,6 @@ def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jn
     out = jax.ShapeDtypeStruct((rows, source.blocks, block), dtype)
     views = _view(payload, kernels.CODES[fmt]), _view(payload, jnp.bfloat16)
     return _launch(decode_kernel, out, rows, source.blocks, tile, *views).reshape(rows, n)
-
-
-def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
-    """The tile for sums over ``peers`` rows of words of ``lanes`` codes; None if no kernel supports them."""
-    if peers > _MAX_PEERS:
-        return None
-    # A single row must also be a whole number of words.
-    vector = _vector(source, vector, max(peers, 2)) // lanes
-    return choose_tile(blocks, source.block // lanes, vector, SUM_ELEMENTS // lanes) if vector else None
-
-
-def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax.Array]:
-    """The payload as words of ``lanes`` codes, and as scales."""
-    dtype = kernels.CODES[fmt] if fmt == "fp8" else jnp.dtype(f"uint{lanes * BITS[fmt]}")
-    return _view(payload, dtype), _view(payload, jnp.bfloat16)
-
-
-def decode_sum(
-    payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
-) -> jax.Array | None:
-    """See ``pallas_kernels.decode_sum``."""
-    if block is None or not _has_kernel(fmt, rotation=rotation):
-        return None
-    peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)
-    # A store moves 16 bytes.
-    tile = _sum_tile(peers, source, source.blocks, 1, 4)
-    if tile is None:
-        return None
-
-    def sum_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
-        _, start = kernels.my_tile(tile, source.blocks)
-        (total,), unit = kernels.load_sum(codes_ref, scales_ref, peers, start, tile, source)
-        if unit is not None:
-            total = total * tile.spread(unit)
-        store(out_ref.at[pl.ds(start, tile.blocks)], total if factor == 1 else total * factor)
-
-    out = jax.ShapeDtypeStruct((source.blocks, block), jnp.float32)
-    return _launch(sum_kernel, out, 1, source.blocks, tile, *_sum_views(payload, fmt, 1)).reshape(n)
-
-
-def decode_sum_encode(
-    payload: jax.Array, seed: jax.Array | None, *,
-    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
-) -> jax.Array | None:  # fmt: skip
-    """See ``pallas_kernels.decode_sum_encode``."""
-    del seed
-    if block is None or not _has_kernel(fmt_in, fmt_out, rounding=rounding):
-        return None
-    peers = payload.shape[0]
-    source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
-    # The number of codes in 16 bits, the width of a scale.
-    lanes = 1 if "fp8" in (fmt_in, fmt_out) else 16 // BITS[fmt_out]
-    tile = _sum_tile(peers, source, out.blocks, lanes, _vector(out, 16, rows_out))
-    if tile is None:
-        return None
-
-    def sum_encode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
-        row, start = kernels.my_tile(tile, out.blocks)
-        first = row * out.blocks + start
-        total, unit = kernels.load_sum(codes_ref, scales_ref, peers, first, tile, source)
-        kernels.store_encoded(total, unit, out_ref, row, start, tile, out)
-
-    kind = _encoded_type(out, rows_out, lanes)
-    views = _sum_views(payload, fmt_in, lanes)
-    return _as_bytes(_launch(sum_encode_kernel, kind, rows_out, out.blocks, tile, *views))
 
 
 def _enough(x: jax.Array) -> jax.Array:

@@ -94,13 +94,9 @@ def _top(lanes: list[jax.Array]) -> jax.Array:
     return jnp.max(to_bits(tops) & 0x7FFFFFFF, axis=1)
 
 
-def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array, jax.Array]:
-    """Scale bits (int32) and inverse scales (fp32, 0 for dead blocks) of maxima given as fp32 bits.
-
-    ``unit`` is a power of two per block, the unit of its numbers (and a factor of the inverse), or None for
-    1.
-    """
-    peak = to_float(top) if unit is None else to_float(top) * unit
+def _scales(top: jax.Array, fmt: str) -> tuple[jax.Array, jax.Array]:
+    """Scale bits (int32) and inverse scales (fp32, 0 for dead blocks) of maxima given as fp32 bits."""
+    peak = to_float(top)
     exact = to_bits(peak * np.float32(1 / QMAX[fmt]))
     bad = (to_bits(peak) >= INF_BITS) | (exact > MAX_SCALE_BITS)
     dead = bad | (exact < MIN_SCALE_BITS)
@@ -108,8 +104,6 @@ def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array
     scale = jnp.where(dead, jnp.where(bad, NAN_SCALE, 0), rounded)
     mantissa = _reciprocal(to_float(((rounded & 0x7F) << 16) | (_ONE_BF16 << 16)))
     inverse = mantissa * to_float((254 - (rounded >> 7)) << 23)
-    if unit is not None:
-        inverse = inverse * unit
     return scale, jnp.where(dead, np.float32(0), inverse)
 
 
@@ -144,21 +138,18 @@ def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype: Any) -> j
     return word.astype(dtype)
 
 
-def store_encoded(
-    lanes: list[jax.Array], unit: jax.Array | None, out_ref: Any, row: Any, start: Any, tile: Tile, out: Rows
-) -> None:
+def store_encoded(lanes: list[jax.Array], out_ref: Any, row: Any, start: Any, tile: Tile, out: Rows) -> None:
     """Encode numbers as the blocks of a payload row from ``start`` on.
 
     Args:
         lanes: each fp32[blocks, block / lanes]. Neighbours in a block are neighbours in this list.
-        unit: fp32[blocks], a power of two per block, the unit of its numbers; None for 1.
         out_ref: [rows, all codes and scales of a row], integers with the bits of the lanes' codes.
         row: the payload row.
         start: the first block.
         tile: the layout of the lanes in registers.
         out: the form of payload rows.
     """
-    scale, inverse = _scales(_top(lanes), unit, out.fmt)
+    scale, inverse = _scales(_top(lanes), out.fmt)
     words = _pack(lanes, tile.spread(inverse), out.fmt, out_ref.dtype)
     here = pl.ds(start, tile.blocks)
     region = out_ref.at[row, pl.ds(0, out.blocks * tile.width)].reshape(out.blocks, tile.width)
@@ -196,80 +187,3 @@ def _values(codes: jax.Array) -> jax.Array:
     if codes.dtype == jnp.float8_e4m3fn:
         return codes.astype(jnp.float32)
     return codes.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def load_sum(
-    codes_ref: Any, scales_ref: Any, peers: int, start: Any, tile: Tile, source: Rows
-) -> tuple[list[jax.Array], jax.Array | None]:
-    """Sum the blocks from ``start`` on over ``peers`` payload rows.
-
-    Args:
-        codes_ref: [peers, all codes and scales of a row], small floats, or unsigned integers of one or
-            several codes each.
-        scales_ref: bf16[peers, all codes and scales of a row].
-        peers: number of rows.
-        start: the first block.
-        tile: the layout of the codes in registers.
-        source: the form of payload rows.
-
-    Returns:
-        Lanes, a list of fp32[blocks, block / lanes], and their unit fp32[blocks], or None for 1.
-    """
-    size = source.blocks * tile.width
-    words = [
-        tile.load(codes_ref.at[peer, pl.ds(0, size)].reshape(source.blocks, tile.width), start)
-        for peer in range(peers)
-    ]
-    scales = [tile.load_each(source.scales_of(scales_ref, peer), start) for peer in range(peers)]
-    scales = [scale.astype(jnp.float32) for scale in scales]
-    if source.fmt in HALF_RANGE:
-        return _add_integers(words, scales, tile, source)
-    return [reduce(jnp.add, [_values(c) * tile.spread(s) for c, s in zip(words, scales, strict=True)])], None
-
-
-def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """The scales, raised to the top binade, and their common unit, a power of two, times 2**-126."""
-    bits = [to_bits(scale) for scale in scales]
-    top = reduce(jnp.maximum, bits)
-    exponent = jnp.minimum(top & INF_BITS, 253 << 23)
-    raised = (253 << 23) - exponent
-    # Scales below 2**-100 of the largest have no effect on the rounded sum, but could wrap around.
-    least = jnp.maximum(top - (100 << 23), 0)
-    return [to_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], to_float(exponent)
-
-
-def _add_integers(
-    words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows
-) -> tuple[list[jax.Array], jax.Array]:
-    """The sum of words of integer codes, lane by lane, and its unit, a power of two.
-
-    Codes become floats without a conversion. A code that is masked in place, with its sign bit flipped, is
-    the float (code + half) * 2**(place - 149), usually a subnormal. Scales are raised to the top binade to
-    compensate. The bias ``half`` is subtracted once, after the sum.
-    """
-    bits, half = BITS[source.fmt], HALF_RANGE[source.fmt]
-    count = source.block // tile.width
-    signs = np.uint32(sum(half << (bits * k) for k in range(count))).astype(np.int32)
-    words = [word.astype(jnp.int32) ^ signs for word in words]
-    scales, unit = _raise_scales(scales)
-    bias = reduce(jnp.add, [scale * np.float32(2.0**-126) for scale in scales]) * np.float32(-half)
-    bias = tile.spread(bias)
-    spread = [tile.spread(scale) for scale in scales]
-    lanes: list[jax.Array] = []
-    for k in range(count):
-        place = k * bits
-        # Beyond this place a code would reach into the exponent.
-        down = 8 if place > 24 - bits else 0
-        place -= down
-        products = [
-            subnormal_times((word >> down) & (((1 << bits) - 1) << place), scale)
-            for word, scale in zip(words, spread, strict=True)
-        ]
-        weight = np.float32(half * 2.0 ** (24 - bits - place))
-        lanes.append(reduce(jnp.add, products) * weight + bias)
-    return lanes, unit
-
-
-def subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
-    """The float with these int32 bits, usually subnormal, times ``factor``. GPUs do not flush it to zero."""
-    return to_float(bits) * factor

@@ -33,10 +33,3 @@ def calls_of(fmt: str, block: int, rows: int, n: int, kind: str = "normal") -> I
     payload = reference.encode(jnp.asarray(case(kind, PEERS, n)), None, **options, **nearest)
     for dtype in (jnp.bfloat16, jnp.float32):
         yield "decode", (payload,), {**options, "n": n, "dtype": jnp.dtype(dtype)}
-    yield "decode_sum", (payload,), {**options, "n": n, "rotation": 0, "scale": 1 / 3}
-    wide = reference.encode(jnp.asarray(case(kind, PEERS, rows * n)), None, **options, **nearest)
-    for fmt_out in FORMATS:
-        if (fmt, fmt_out) == ("int8", "int4") and rows * (n // block) % 2:
-            continue  # no kernel reads four int8 codes at once behind an odd number of scales
-        formats = {"fmt_in": fmt, "fmt_out": fmt_out, "block": block}
-        yield "decode_sum_encode", (wide, None), {**formats, "rows_out": rows, "n": n, "rounding": "nearest"}

@@ -13,8 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import kernels
-
 
 class Reference:
     """A view of global memory."""
@@ -77,9 +75,3 @@ def emulate(monkeypatch) -> None:
         "broadcasted_iota",
         lambda dtype, shape, dimension, **_: lax.broadcasted_iota(dtype, shape, dimension),
     )
-    monkeypatch.setattr(kernels, "subnormal_times", _subnormal_times)
-
-
-def _subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
-    """In numpy, because XLA flushes subnormals on CPUs."""
-    return jnp.asarray(np.asarray(bits).view(np.float32) * np.asarray(factor))

@@ -1,6 +1,5 @@
 """The bodies of the Mosaic kernels give the reference's bits, and compile for an absent GPU."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -49,25 +48,6 @@ def test_shapes(fmt, shape):
         check(name, *arrays, **static)
 
 
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("fmt_in", "fmt_out"),
-    [
-        pytest.param(a, b, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
-        for (i, a), (j, b) in itertools.product(enumerate(FORMATS), repeat=2)
-    ],
-)
-@pytest.mark.parametrize("name", ["normal", "ladder", "broken", "threshold"])
-def test_decode_sum_encode(name, fmt_in, fmt_out):
-    block, peers, rows, n = 64, 3, 2, 64 * 8
-    options = {"block": block, "rounding": "nearest"}
-    payload = reference.encode(
-        jnp.asarray(case(name, peers, rows * n)), None, fmt=fmt_in, rotation=0, **options
-    )
-    static = {"fmt_in": fmt_in, "fmt_out": fmt_out, "rows_out": rows, "n": n, **options}
-    check("decode_sum_encode", payload, None, **static)
-
-
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 2048])
 @pytest.mark.parametrize("blocks", [8, 11, 16, 100, 4096])
 def test_tiles_fit(blocks, width):
@@ -83,23 +63,15 @@ def test_no_tile_for_three_blocks():
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("fmt_in", "blocks"),
-    [
-        pytest.param(fmt, blocks, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
-        for (i, fmt), (j, blocks) in itertools.product(enumerate(FORMATS), enumerate((1, 4, 5)))
-    ],
-)
-def test_one_short_row(fmt_in, blocks):
-    """Words of several codes in a row of any length, and rows that are too short for a kernel."""
+@pytest.mark.parametrize("blocks", [4, 5])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("name", ["normal", "ladder", "broken", "threshold"])
+def test_decode(name, fmt, blocks):
     n = 64 * blocks
-    options = {"block": 64, "rounding": "nearest"}
-    payload = reference.encode(jnp.asarray(case("normal", 1, n)), None, fmt=fmt_in, rotation=0, **options)
-    static = {"fmt_in": fmt_in, "fmt_out": "int4", "rows_out": 1, "n": n, **options}
-    if fmt_in == "fp8" and blocks > 1:
-        check("decode_sum_encode", payload, None, **static)
-    else:
-        assert calls.decode_sum_encode(payload, None, **static) is None
+    options = {"fmt": fmt, "block": 64}
+    payload = reference.encode(jnp.asarray(case(name, 2, n)), None, rounding="nearest", rotation=0, **options)
+    static = {**options, "n": n, "dtype": jnp.dtype(jnp.bfloat16)}
+    check("decode", payload, **static)
 
 
 @pytest.mark.parametrize("option", [{"rounding": "stochastic"}, {"rotation": 32}, {"fmt": "int2"}])
