@@ -97,19 +97,6 @@ MIN_PEAK_BITS = (127 - 80) << 23
 MAX_SCALE = 254
 NAN_SCALE = 255
 UNIT = np.float32(1 / MAX_SCALE**3)
-BUCKETS = 32
-
-
-def buckets() -> tuple[np.ndarray, np.ndarray]:
-    """The midpoint in each of 32 parts of -1 to 1, fp32[BUCKETS], and the code below it, uint32[BUCKETS].
-
-    These are tables for kernels. A number y is in bucket rint(31 * (y + 1) / 2). No bucket has two midpoints,
-    and no midpoint is within 0.002 of an edge. Buckets without a midpoint have infinity.
-    """
-    places = np.rint((BUCKETS - 1) * (MIDPOINTS.astype(np.float64) + 1) / 2).astype(int)
-    midpoints = np.full(BUCKETS, np.inf, np.float32)
-    midpoints[places] = MIDPOINTS
-    return midpoints, np.searchsorted(places, np.arange(BUCKETS)).astype(np.uint32)
 
 
 def block_scales(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:

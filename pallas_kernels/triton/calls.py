@@ -277,29 +277,6 @@ def decode_sum_encode(
     return _sum(payload, seed, out, fmt=fmt_in, fmt_out=fmt_out, rounding=rounding, **options)
 
 
-def encode_nf4(x: jax.Array, *, block: int) -> jax.Array | None:
-    """See ``pallas_kernels.encode_nf4``: XLA computes the scales, a kernel the codes."""
-    rows, n = x.shape
-    if not _fits(x.dtype, n=n, rows=rows):
-        return None
-    tail = nf4_reference.tail(*nf4_reference.block_scales(x, block)[:2])
-    scales, units, pitch = nf4_sections(n, block)
-    return _call(
-        nf4.encode_kernel,
-        (x, tail, *map(jnp.asarray, nf4_reference.buckets())),
-        jax.ShapeDtypeStruct((rows, pitch), jnp.uint8),
-        rows,
-        n,
-        block,
-        encode_shape("nf4", 0, False),
-        N=n,
-        PITCH=pitch,
-        SCALES=scales,
-        UNITS=units,
-        GROUP=NF4_GROUP,
-    )
-
-
 def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> jax.Array | None:
     """See ``pallas_kernels.decode_nf4``."""
     if not _fits(dtype, n=n, rows=payload.shape[0]):
