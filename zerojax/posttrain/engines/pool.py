@@ -2,10 +2,12 @@
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 
 import jax
 import numpy as np
@@ -74,58 +76,6 @@ class _Member:
         self.loaded, self.lost, self.retry = "", str(why), time.monotonic() + _RETRY_SECONDS
 
 
-class _Work:
-    """The requests of a call. Threads of all engines take them and put completions."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
-        self._todo = deque(range(len(requests)))
-        self._left = len(requests)
-        self._refused = Counter[int]()
-        self._changed = threading.Condition()
-        self.stopped = False
-        self.error: RunError | None = None
-        self.found: list[Completion | None] = [None] * len(requests)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.stopped or self._left == 0
-
-    def take(self) -> int | None:
-        """The row of a request. Waits while other threads have all of them. None if the work is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._todo or self.is_over)
-            return None if self.is_over else self._todo.popleft()
-
-    def put(self, row: int, completion: Completion) -> None:
-        """Store a row's completion."""
-        with self._changed:
-            self.found[row] = completion
-            self._left -= 1
-            self._changed.notify_all()
-
-    def give_back(self, row: int, why: EngineLost) -> None:
-        """Return a request for another attempt, unless engines have refused it several times."""
-        with self._changed:
-            self._refused[row] += isinstance(why, EngineRefused)
-            if self._refused[row] == _ATTEMPTS:
-                self.error, self.stopped = RunError(f"engines refuse to complete a prompt: {why}"), True
-            self._todo.appendleft(row)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Give up the rest."""
-        with self._changed:
-            self.stopped = True
-            self._changed.notify_all()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end. Return whether the work is over."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.is_over, seconds)
-
-
 class EnginePool:
     """The engines of a run. Any of them completes any request.
 
@@ -158,29 +108,42 @@ class EnginePool:
         Raises:
             RunError: engines refuse a request again and again.
         """
-        work = _Work(requests)
+        todo, over, refused = SimpleQueue[int | None](), threading.Event(), Counter[int]()
+        found = [Future[Completion]() for _ in requests]
+        for row in range(len(requests)):
+            todo.put(row)
 
         def serve(member: _Member) -> None:
-            while not work.is_over:
+            while not over.is_set():
                 if not member.is_ready(weights):
-                    work.wait(_RETRY_SECONDS / 4)
-                elif (row := work.take()) is not None:
-                    try:
-                        work.put(row, member.engine.complete(requests[row], how, stop, weights))
-                    except EngineLost as why:
-                        member.note_lost(why)
-                        work.give_back(row, why)
+                    over.wait(_RETRY_SECONDS / 4)
+                    continue
+                if (row := todo.get()) is None:
+                    todo.put(None)  # for the next thread
+                    return
+                try:
+                    found[row].set_result(member.engine.complete(requests[row], how, stop, weights))
+                except EngineLost as why:
+                    member.note_lost(why)
+                    refused[row] += isinstance(why, EngineRefused)
+                    if refused[row] < _ATTEMPTS:
+                        todo.put(row)
+                    else:
+                        error = RunError(f"engines refuse to complete a prompt: {why}")
+                        found[row].set_exception(error)
 
         for member in self._members:
             for _ in range(min(_REQUESTS, len(requests))):
                 # Nobody joins these threads: at a stop, some still wait for a response.
                 threading.Thread(target=serve, args=(member,), daemon=True).start()
-        while not work.wait(_STOP_SECONDS):
-            if stopping():
-                work.stop()
-        if work.error is not None:
-            raise work.error
-        return work.found
+        left = found
+        while left:
+            done, left = wait(left, _STOP_SECONDS, FIRST_EXCEPTION)
+            if stopping() or any(one.exception() is not None for one in done):
+                break
+        over.set()
+        todo.put(None)
+        return [one.result() if one.done() else None for one in found]
 
 
 @dataclass(frozen=True)
