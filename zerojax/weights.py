@@ -291,31 +291,27 @@ class WeightPrefetcher:
         Delta's replicas of all layers are refreshed as their weights arrive.
         """
         replicas = tuple(tuple(w.replica for w in own if w.replica is not None) for own in self.weights)
-        payloads, arrived, second = (), (), first.ahead(self.step)
+        payloads, arrived = (), ()
         if self.crosses:
             arrived = self._cross(encode(self._layer(replicas, first)), first)
-        if crossing := self.crosses and first != second:
-            payloads = encode(self._layer(replicas, second))
-        fetching = Fetching(replicas, payloads, arrived)
-        return self.advance(fetching, first + -self.step, crossing=crossing)
+            payloads = encode(self._layer(replicas, first.ahead(self.step)))
+        return self.advance(Fetching(replicas, payloads, arrived), first + -self.step)
 
-    def advance(self, fetching: Fetching, place: Place, *, crossing: bool) -> tuple[Fetching, Weights]:
-        """Move every layer's weights one stage on.
-
-        The layer at ``place`` computes; ``crossing`` says whether a layer is left that has yet to cross
-        nodes.
+    def advance(self, fetching: Fetching, place: Place) -> tuple[Fetching, Weights]:
+        """Move every layer's weights one stage on, while the layer at ``place`` computes.
 
         Returns:
             ``fetching`` for the next layer, and the next layer's secondary partitions.
         """
         replicas, payloads, arrived = fetching
-        following = place + self.step
+        following, second = place + self.step, place + 2 * self.step
         weights = self._layer(replicas, following)
         secondary = decode(weights, arrived) if self.crosses else to_secondary(weights)
         if own := replicas[following.kind]:
             replicas = following.put(replicas, tuple(w.values for w in secondary[: len(own)]))
-        if crossing:
-            arrived = self._cross(payloads, place.ahead(2 * self.step))
+        # No layer of a loop is the last one to cross.
+        if self.crosses and (not place.peeled or 0 <= second.number <= place.order.last):
+            arrived = self._cross(payloads, second)
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
             payloads = encode(self._layer(replicas, place.ahead(3 * self.step)))
         return Fetching(replicas, payloads, arrived), secondary

@@ -251,7 +251,7 @@ def _scanned(
     graph, params, state = nnx.split(block, nnx.Param, ...)
     weights, structure = _leaves(params)
 
-    def body(whole: Sequence[Array], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
+    def body(whole: Sequence[Array], own: Arrays, x: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
         state, differing = own
         args, kwargs, by_kind = join(arrays)
         differing = differing | {name: values[kind] for name, values in by_kind.items()}
@@ -272,7 +272,7 @@ def _run_whole(
     runs = [at_matmuls(kind.body) for kind in kinds]
     stacks: tuple[Arrays, ...] = tuple((kind.weights, kind.state) for kind in kinds)
     if order.uniform:
-        x, state = jax.lax.scan(lambda x, layer: runs[0](layer[0], x, layer[1], arrays), x, stacks[0])
+        x, state = jax.lax.scan(lambda x, layer: runs[0](layer[0], layer[1], x, arrays), x, stacks[0])
         return x, [state]
     begin, period = order.first_periodic, order.period
     turns = (order.last + 1 - begin) // period
@@ -282,7 +282,7 @@ def _run_whole(
         for number in numbers:
             place = Place(order, number)
             weights, own = place.of(stacks)
-            x, state = runs[place.kind](weights, x, own, arrays)
+            x, state = runs[place.kind](weights, own, x, arrays)
             states[place.kind].append(jax.tree.map(lambda x: x[None], state))
         return x
 
@@ -290,7 +290,7 @@ def _run_whole(
         new: list[list[Arrays]] = [[] for _ in kinds]
         for kind in order.kinds[begin : begin + period]:
             weights, own = layer_at(stacks[kind], len(new[kind]))
-            x, state = runs[kind](weights, x, own, arrays)
+            x, state = runs[kind](weights, own, x, arrays)
             new[kind].append(state)
         return x, [jax.tree.map(lambda *each: jnp.stack(each), *own) if own else None for own in new]
 

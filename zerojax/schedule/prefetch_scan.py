@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
@@ -66,7 +65,7 @@ from zerojax.schedule.unit import (
 from zerojax.sharding.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
 from zerojax.sharding.layout import Values
 from zerojax.sharding.memory import in_host, to_host
-from zerojax.weights import Fetching, WeightPrefetcher, Weights, to_full
+from zerojax.weights import Fetching, WeightPrefetcher, Weights, to_full, to_secondary
 
 
 class _Results(NamedTuple):
@@ -91,7 +90,7 @@ class Scanned(NamedTuple):
     """Layers of one kind.
 
     Attributes:
-        body: ``x, state[i] = body(weights[i], x, state[i], shared)`` runs layer i. It is a pure function of
+        body: ``x, state[i] = body(weights[i], state[i], x, shared)`` runs layer i. It is a pure function of
             one layer's whole weights, and closes over nothing that is traced.
         weights: stacked ``Sharded``s; where blocks run without ``scan_units``, arrays or operands.
         state: stacked.
@@ -114,7 +113,7 @@ def scan_units(
         The last layer's ``x``; and for each kind its weights, if the scan changed them, and its state.
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
-    bodies = tuple(map(_with_seeds, kinds))
+    bodies = tuple(on_operands(kind.body, kind.weights) for kind in kinds)
 
     def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
@@ -123,7 +122,7 @@ def scan_units(
         x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = tuple(
-            map_microbatches(body, (all_batched(x, True), all_batched(own, True), given.shared))
+            map_microbatches(body, (all_batched(own, True), all_batched(x, True), given.shared))
             for body, own in zip(bodies, state, strict=True)
         )
         out = cast(_Results, _scan(_Layers(order, turns), args._replace(x=x, state=state)))
@@ -136,7 +135,7 @@ def scan_units(
     states = tuple((own, kind.state) for own, kind in zip(seeds, kinds, strict=True))
     x, states, refreshed, probes = run(ScanArgs(units, x, states, shared))
     left = [_changed(kind.weights, *own) for kind, *own in zip(kinds, refreshed, probes, strict=True)]
-    return x, [(weights, state) for weights, (_, state) in zip(left, states, strict=True)]
+    return x, list(zip(left, states, strict=True))
 
 
 def _changed(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array]) -> list[Sharded] | None:
@@ -148,18 +147,6 @@ def _changed(weights: Sequence[Sharded], refreshed: Weights, probe: list[Array])
     return [replace(first, probe=probe[0]) if probe else first, *others]
 
 
-def _with_seeds(kind: Scanned) -> Body:
-    """The body of a kind's layers, whose state begins with their seeds."""
-    run_on = on_operands(kind.body, kind.weights)
-
-    def one(whole: Weights, x: Arrays, own: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
-        seeds, state = own
-        x, state = run_on(whole, seeds, x, state, shared)
-        return x, (seeds, state)
-
-    return one
-
-
 @dataclass(frozen=True, eq=False)
 class _Layers:
     """The order of a stack's layers, and the body of each kind."""
@@ -168,47 +155,27 @@ class _Layers:
     bodies: tuple[Body, ...]
 
 
-def _run_of(body: Body, *, keeping: bool) -> "_Run":
-    """The function that runs a layer of a kind: ``run(whole, x, state, shared) -> (x, state, residual)``.
+_Ran = tuple[Arrays, Arrays, Pullback | None]
+
+
+def _run_of(
+    body: Body, *, keeping: bool, share: float = 0
+) -> Callable[[Weights, Arrays, Arrays, Arrays], _Ran]:
+    """The function that runs a layer of a kind: ``run(whole, state, x, shared) -> (x, state, residual)``.
 
     ``keeping`` says whether the residual is the body's vjp or None. Arrays that all layers share, or that are
-    gathered again, are taken out of it.
+    gathered again, are taken out of it. A fraction ``share`` of it is cut off, for host memory.
     """
 
-    def run(whole: Weights, x: Arrays, state: Arrays, shared: Arrays) -> _Ran:
+    def run(whole: Weights, state: Arrays, x: Arrays, shared: Arrays) -> _Ran:
         if not keeping:
-            return *body(whole, x, state, shared), None
-        (x, after), vjp = pullback(body, whole, x, state, shared)
-        _, own_x, own_state, _ = vjp.args_res
-        return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
+            return *body(whole, state, x, shared), None
+        (x, after), vjp = pullback(body, whole, state, x, shared)
+        _, own_state, own_x, _ = vjp.args_res
+        residual = vjp.replace(args_res=[None, own_state, own_x, None])
+        return x, after, cut_large(residual, share) if share else residual
 
-    return _TracedOnce(run)
-
-
-@dataclass(eq=False)
-class _TracedOnce[*Args, T: PyTree[Array]]:
-    """A pure function that is traced once, for the first arguments it gets."""
-
-    function: Callable[[*Args], T]
-    _traced: tuple[Callable[..., list[Array]], T] | None = None
-
-    def __call__(self, *args: *Args) -> T:
-        """Run the traced function."""
-        self.shapes(*args)
-        assert self._traced is not None
-        call, shapes = self._traced
-        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
-
-    def shapes(self, *args: *Args) -> T:
-        """ShapeDtypeStructs in place of the arrays that the function returns."""
-        if self._traced is None:
-            closed, shapes = jax.make_jaxpr(self.function, return_shape=True)(*args)
-            self._traced = jaxpr_as_fun(closed), shapes
-        return self._traced[1]
-
-
-_Ran = tuple[Arrays, Arrays, Pullback | None]
-_Run = _TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
+    return jax.jit(run, inline=True)  # traced once for all layers
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -229,11 +196,8 @@ def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, 
     stacks = tuple(zip(units, args.state, strict=True))
 
     def one(kind: int, x: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
-        def body(whole: Weights, inputs: Arrays) -> Arrays:
-            return layers.bodies[kind](whole, *inputs)
-
         unit, state = own
-        return call_gathered(body, unit, (x, state, args.shared))
+        return call_gathered(layers.bodies[kind], unit, (state, x, args.shared))
 
     order, x = layers.order, args.x
     if order.uniform:
@@ -265,17 +229,13 @@ class _ForwardCarry(NamedTuple):
     stacks: tuple[tuple[Arrays, Pullback | None, Weights], ...]
 
 
-def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Results, Kept]:
+def _forward(order: Order, runs: Sequence[Callable[..., _Ran]], args: ScanArgs) -> tuple[_Results, Kept]:
     """Run every layer in order, gathering each while those before it compute."""
     units, x, state, shared = args
     weights = tuple(unit.weights for unit in units)
     strategy, last = units[0].strategy, order.last
     prefetcher = WeightPrefetcher(weights, step=1, separate_stream=strategy.separate_stream)
     looped = max(last - 1, 0) if prefetcher.crosses else last
-
-    def cut(residual: Pullback | None) -> Pullback | None:
-        share = strategy.residuals_in_host
-        return cut_large(residual, share) if share else residual
 
     def kept_of(secondary: Weights, kind: int) -> Weights:
         each = zip(weights[kind], secondary, strict=True)
@@ -285,27 +245,24 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
 
     def layer(carry: _ForwardCarry, place: Place) -> _ForwardCarry:
         kind, after = place.kind, (place + 1).kind
-        crossing = prefetcher.crosses and place.number < looped
-        fetching, secondary = prefetcher.advance(carry.fetching, place, crossing=crossing)
+        fetching, secondary = prefetcher.advance(carry.fetching, place)
         if place.peeled and any(w.layout.frozen for w in weights[after]):
             # Frozen weights depend on nothing in the loop. Without the barrier they would be gathered early.
             secondary, x = lax.optimization_barrier((secondary, carry.x))
             carry = carry._replace(x=x)
         whole = to_full(secondary)
-        x, new, residual = runs[kind](carry.whole, carry.x, place.of(state), shared)
-        stacks = place.put(carry.stacks, (new, cut(residual), carry.kept))
+        x, new, residual = runs[kind](carry.whole, place.of(state), carry.x, shared)
+        stacks = place.put(carry.stacks, (new, residual, carry.kept))
         return _ForwardCarry(x, fetching, kept_of(secondary, after), whole, stacks)
 
     def empty(place: Place, secondary: Weights, whole: Weights) -> tuple[Arrays, Pullback | None, Weights]:
         # Filled in place by hand: lax.scan would stack the results of its iterations, but not of peeled ones.
         kind, count = place.kind, order.counts[place.kind]
         rows = count - order.uniform
-        _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)
-        pieces = jax.eval_shape(cut, residual)
-        on_host = pieces_away(pieces) if strategy.residuals_in_host else ()
-        kept = kept_of(secondary, kind)
-        residuals = empty_layers(pieces, rows, on_host)
-        return empty_layers(new, count), residuals, empty_layers(kept, rows)
+        _, new, residual = jax.eval_shape(runs[kind], whole, place.of(state), x, shared)
+        on_host = pieces_away(residual) if strategy.residuals_in_host else ()
+        residuals = empty_layers(residual, rows, on_host)
+        return empty_layers(new, count), residuals, empty_layers(kept_of(secondary, kind), rows)
 
     first = Place(order, 0)
     fetching, secondary = prefetcher.start(first)
@@ -313,11 +270,11 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     stacks = [empty(first, secondary, whole)]
     for kind in range(1, len(units)):
         place = order.of_kind(kind)
-        stacks.append(empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, place))))
+        stacks.append(empty(place, *jax.eval_shape(_gathered, place.of(weights))))
     carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
     carry = over_layers(layer, carry, order, range(last), range(order.first_periodic, looped), order.period)
     place = Place(order, last)
-    x, new, residual = runs[place.kind](carry.whole, carry.x, place.of(state), shared)
+    x, new, residual = runs[place.kind](carry.whole, place.of(state), carry.x, shared)
     states, residuals, kept = zip(*carry.stacks, strict=True)
     states = place.put(states, new)
     fresh = carry.fetching.replicas  # of the trained weights that cross nodes, which come first
@@ -329,9 +286,9 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     return _Results(x, states, refreshed, probes), Kept(order, residuals, kept, residual, carry.whole)
 
 
-def _fetched(prefetcher: WeightPrefetcher, place: Place) -> tuple[Weights, Weights]:
+def _gathered(weights: Weights) -> tuple[Weights, Weights]:
     """A layer's secondary partitions and whole weights."""
-    secondary = prefetcher.start(place)[1]
+    secondary = to_secondary(weights)
     return secondary, to_full(secondary)
 
 
@@ -341,7 +298,8 @@ def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs
         x, state = _one_by_one(layers, _after_update(args, results.refreshed))
         return results._replace(x=x, state=state), kept
 
-    runs = [_run_of(body, keeping=True) for body in layers.bodies]
+    share = args.units[0].strategy.residuals_in_host
+    runs = [_run_of(body, keeping=True, share=share) for body in layers.bodies]
     results, kept = _with_derivatives_of(plain, functools.partial(_forward, layers.order, runs))(args)
     return results, (_after_update(args, results.refreshed), kept)
 

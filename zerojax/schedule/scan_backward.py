@@ -234,8 +234,7 @@ class _BackwardPass:
         if self.updates:
             now = zip(self.storage, carry.stored, ahead.weights, strict=True)
             ahead = replace(ahead, weights=tuple(_encoded_weights(*own) for own in now))
-        crossing = ahead.crosses and not (place.peeled and place.number < 2)  # layer 1 has none to fetch
-        fetching, secondary = ahead.advance(carry.fetching, place, crossing=crossing)
+        fetching, secondary = ahead.advance(carry.fetching, place)
         if self.updates:
             # Reads come before writes. Otherwise the compiler would copy the stacks.
             read = (fetching.payloads, secondary)
@@ -267,7 +266,6 @@ class _BackwardPass:
             stored = own.replaced(stored, storage.put(before, new, at))
         residuals = tuple(each.residuals for each in stored)
         residual = self.join[place.kind](carry.from_host, place.of(residuals))
-        residual = uncut(residual) if self.cuts else residual
         done = self._vjp(residual, carry.whole, cotangent, place)
         if arrived is not None and not isinstance(storage, UpdatedLayers):
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
@@ -289,10 +287,11 @@ class _BackwardPass:
     def _vjp(
         self, residual: Pullback, whole: Weights, cotangent: Arrays, place: Place
     ) -> tuple[Values, Arrays, list[Array], list[Array]]:
-        _, x, state, _ = residual.args_res
-        vjp = residual.replace(args_res=[whole, x, state, self.shared])
+        residual = uncut(residual) if self.cuts else residual
+        _, state, x, _ = residual.args_res
+        vjp = residual.replace(args_res=[whole, state, x, self.shared])
         of_layer = cotangent, with_float0(place.of(self.after), self.like[place.kind])
-        of_whole, before, of_state, of_shared = vjp(of_layer)
+        of_whole, of_state, before, of_shared = vjp(of_layer)
         return gradients_of(of_whole), before, inexact(of_state), inexact(of_shared)
 
 

@@ -41,6 +41,8 @@ from zerojax.weights import Weight, Weights, gradients_of, to_full, to_secondary
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, or its results."""
+Inputs = tuple[Arrays, ...]
+"""The arguments of a unit's ``Body`` besides its weights."""
 Sinks = tuple[Array | LayerState, ...]
 """One for each trained parameter of a unit; either all are ``LayerState`` or none is."""
 Body = Callable[..., Arrays]
@@ -156,49 +158,48 @@ def call_unit[S, T: PyTree](
     arrays, join = split_arrays((args, kwargs))
     joins: list[Callable[[Sequence[Array]], T]] = []
 
-    def body(whole: Sequence[Array], inputs: Arrays) -> Sequence[Array]:
-        state, others, arrays = inputs
+    def body(whole: Sequence[Array], state: S, others: Arrays, arrays: Sequence[Array]) -> Sequence[Array]:
         results, join_results = split_arrays(run(combine(whole, others), state, *join(arrays)))
         joins.append(join_results)
         return results
 
     unit, seeds = take_apart(weights)
-    on_whole = on_operands(body, weights)
+    layer = on_operands(body, weights)
 
-    def layer(whole: Weights, inputs: Arrays) -> Arrays:
-        return on_whole(whole, *inputs)
-
-    def in_breadth(_: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays) -> tuple[Arrays, Flags]:
+    def in_breadth(
+        _: int, mapped: tuple[Flags, tuple[Flags, ...]], unit: Unit, inputs: Inputs
+    ) -> tuple[Arrays, Flags]:
         """Run one micro-batch after another."""
         of_unit, of_inputs = mapped
         refuse_mapped(of_unit)
         if not any(jax.tree.leaves(of_inputs)):
             out = call_gathered(layer, unit, inputs)
             return out, all_batched(out, False)
-        out = call_gathered(map_microbatches(layer, (of_inputs,)), unit, inputs)
+        out = call_gathered(map_microbatches(layer, of_inputs), unit, inputs)
         return out, all_batched(out, True)
 
     call = with_batching_rule(in_breadth, functools.partial(call_gathered, layer))
-    results = call(unit, (seeds, (state, others, arrays)))
+    results = call(unit, ((seeds, state), others, arrays))
     return joins[-1](results)
 
 
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
-    """``body(weights, *args)`` as a function of whole weights in the order of ``take_apart``.
+    """``body(weights, state, *args)`` as a function of whole weights in the order of ``take_apart``.
 
     ``body`` is a pure function of the operands that a model receives for its weights, and closes over nothing
     that is traced. Only static fields of ``weights`` are read.
 
     Returns:
-        A function of ``(whole, seeds, *args)``, with the ``seeds`` from ``take_apart``, in the name scope
-        "layer". Its vjp keeps what the rematerialisation policy says.
+        A function of ``(whole, (seeds, state), *args)``, with the ``seeds`` from ``take_apart``, in the name
+        scope "layer". Its vjp keeps what the rematerialisation policy says.
     """
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
     in_place = weights[0].strategy.in_place
     plain = not in_place and all(w.lora is None and not w.leaf.fp8 for w in weights)
     run = body if plain else at_matmuls(body)
 
-    def with_seeds(whole: Weights, seeds: Seed, *args: Arrays) -> Arrays:
+    def layer(whole: Weights, own: tuple[Seed, Arrays], *args: Arrays) -> Arrays:
+        seeds, state = own
         by_path = {w.layout.path: w for w in whole}
 
         def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Value:
@@ -215,9 +216,9 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
             seed = mix(seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
             return LowRankOperand.of(value, a, b, seed, lora, leaf.name)
 
-        return run(tuple(operand(*slot) for slot in slots), *args)
+        return run(tuple(operand(*slot) for slot in slots), state, *args)
 
-    return jax.named_scope("layer")(rematerialised(with_seeds, weights[0].strategy.remat))
+    return jax.named_scope("layer")(rematerialised(layer, weights[0].strategy.remat))
 
 
 def refuse_mapped(weights: Flags) -> None:
@@ -300,13 +301,13 @@ _to_whole.defvjp(lambda *args: (_to_whole(*args), args[-1]), _to_whole_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def call_gathered(body: Body, unit: Unit, inputs: Arrays) -> Arrays:
-    """Gather a ``Unit``'s weights, and run ``body(whole, inputs)``."""
+def call_gathered(body: Body, unit: Unit, inputs: Inputs) -> Arrays:
+    """Gather a ``Unit``'s weights, and run ``body(whole, *inputs)``."""
     weights = read_by_unit(unit.weights)
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
         weights, inputs = lax.optimization_barrier((weights, inputs))
-    return body(to_full(to_secondary(weights)), inputs)
+    return body(to_full(to_secondary(weights)), *inputs)
 
 
 class _Residuals(NamedTuple):
@@ -321,10 +322,10 @@ class _Residuals(NamedTuple):
     vjp: Pullback
 
 
-def _call_fwd(body: Body, unit: Unit, inputs: Arrays) -> tuple[Arrays, _Residuals]:
+def _call_fwd(body: Body, unit: Unit, inputs: Inputs) -> tuple[Arrays, _Residuals]:
     held, inputs = lax.optimization_barrier((read_by_unit(unit.weights), inputs))
     secondary = to_secondary(lax.stop_gradient(held))
-    out, vjp = pullback(body, _to_whole(unit.strategy, secondary, unit.sinks, unit.seed), inputs)
+    out, vjp = pullback(body, _to_whole(unit.strategy, secondary, unit.sinks, unit.seed), *inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
     each = zip(unit.weights, secondary, strict=True)
@@ -332,7 +333,7 @@ def _call_fwd(body: Body, unit: Unit, inputs: Arrays) -> tuple[Arrays, _Residual
     return out, _Residuals(replace(unit, weights=kept), vjp.replace(args_res=[None, *others]))
 
 
-def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Unit, Arrays]:
+def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Unit, Inputs]:
     del body
     unit, vjp = residuals
     kept, seed = read_by_unit((unit.weights, unit.seed))
@@ -341,8 +342,8 @@ def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Uni
     # If the loss contains a gradient, this gather is differentiated, too.
     secondary = to_secondary(lax.stop_gradient(kept))
     whole = _to_whole(unit.strategy, secondary, unit.sinks, mix(seed, 1))
-    of_whole, of_inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
-    return unit.cotangent(_delivered(unit.strategy, of_whole, seed)), of_inputs
+    of_whole, *of_inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
+    return unit.cotangent(_delivered(unit.strategy, of_whole, seed)), tuple(of_inputs)
 
 
 call_gathered.defvjp(_call_fwd, _call_bwd)
