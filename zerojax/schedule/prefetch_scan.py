@@ -158,30 +158,25 @@ class _Layers:
 _Ran = tuple[Arrays, Arrays, Pullback | None]
 
 
-def _run_of(
-    body: Body, *, keeping: bool, share: float = 0
-) -> Callable[[Weights, Arrays, Arrays, Arrays], _Ran]:
-    """The function that runs a layer of a kind: ``run(whole, state, x, shared) -> (x, state, residual)``.
+def _run(
+    body: Body, whole: Weights, state: Arrays, x: Arrays, shared: Arrays, *, keeping: bool, share: float
+) -> _Ran:
+    """Run a layer; returns its ``x`` and state, and a residual: the body's vjp if ``keeping``, or None.
 
-    ``keeping`` says whether the residual is the body's vjp or None. Arrays that all layers share, or that are
-    gathered again, are taken out of it. A fraction ``share`` of it is cut off, for host memory.
+    Arrays that all layers share, or that are gathered again, are taken out of the residual. A fraction
+    ``share`` of it is cut off, for host memory.
     """
-
-    def run(whole: Weights, state: Arrays, x: Arrays, shared: Arrays) -> _Ran:
-        if not keeping:
-            return *body(whole, state, x, shared), None
-        (x, after), vjp = pullback(body, whole, state, x, shared)
-        _, own_state, own_x, _ = vjp.args_res
-        residual = vjp.replace(args_res=[None, own_state, own_x, None])
-        return x, after, cut_large(residual, share) if share else residual
-
-    return jax.jit(run, inline=True)  # traced once for all layers
+    if not keeping:
+        return *body(whole, state, x, shared), None
+    (x, after), vjp = pullback(body, whole, state, x, shared)
+    _, own_state, own_x, _ = vjp.args_res
+    residual = vjp.replace(args_res=[None, own_state, own_x, None])
+    return x, after, cut_large(residual, share) if share else residual
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(layers: _Layers, args: ScanArgs) -> _Results:
-    runs = [_run_of(body, keeping=False) for body in layers.bodies]
-    return _forward(layers.order, runs, args)[0]
+    return _forward(layers, args, keeping=False)[0]
 
 
 def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, ...]]:
@@ -229,11 +224,17 @@ class _ForwardCarry(NamedTuple):
     stacks: tuple[tuple[Arrays, Pullback | None, Weights], ...]
 
 
-def _forward(order: Order, runs: Sequence[Callable[..., _Ran]], args: ScanArgs) -> tuple[_Results, Kept]:
+def _forward(layers: _Layers, args: ScanArgs, *, keeping: bool) -> tuple[_Results, Kept]:
     """Run every layer in order, gathering each while those before it compute."""
     units, x, state, shared = args
     weights = tuple(unit.weights for unit in units)
-    strategy, last = units[0].strategy, order.last
+    strategy, order, last = units[0].strategy, layers.order, layers.order.last
+    share = strategy.residuals_in_host
+    # Each kind is traced once for all layers.
+    runs = [
+        jax.jit(functools.partial(_run, body, keeping=keeping, share=share), inline=True)
+        for body in layers.bodies
+    ]
     prefetcher = WeightPrefetcher(weights, step=1, separate_stream=strategy.separate_stream)
     looped = max(last - 1, 0) if prefetcher.crosses else last
 
@@ -260,7 +261,7 @@ def _forward(order: Order, runs: Sequence[Callable[..., _Ran]], args: ScanArgs) 
         kind, count = place.kind, order.counts[place.kind]
         rows = count - order.uniform
         _, new, residual = jax.eval_shape(runs[kind], whole, place.of(state), x, shared)
-        on_host = pieces_away(residual) if strategy.residuals_in_host else ()
+        on_host = pieces_away(residual) if share else ()
         residuals = empty_layers(residual, rows, on_host)
         return empty_layers(new, count), residuals, empty_layers(kept_of(secondary, kind), rows)
 
@@ -298,9 +299,7 @@ def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs
         x, state = _one_by_one(layers, _after_update(args, results.refreshed))
         return results._replace(x=x, state=state), kept
 
-    share = args.units[0].strategy.residuals_in_host
-    runs = [_run_of(body, keeping=True, share=share) for body in layers.bodies]
-    results, kept = _with_derivatives_of(plain, functools.partial(_forward, layers.order, runs))(args)
+    results, kept = _with_derivatives_of(plain, functools.partial(_forward, layers, keeping=True))(args)
     return results, (_after_update(args, results.refreshed), kept)
 
 
