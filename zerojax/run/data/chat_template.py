@@ -11,7 +11,6 @@ import json
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 from zerojax.errors import file_errors
 from zerojax.run.data import template_worker
@@ -52,12 +51,6 @@ _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Ranges = tuple[tuple[int, int], ...]
 
 
-class _Worker(NamedTuple):
-    process: subprocess.Popen[bytes]
-    requests: socket.socket
-    responses: BinaryIO
-
-
 class TemplateProcess:
     """A process that renders texts. It starts on first use, and again after it has ended.
 
@@ -72,7 +65,7 @@ class TemplateProcess:
         self._seconds = seconds
         self._memory = memory
         self._lock = Lock()
-        self._worker: _Worker | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
     def render(self, source: str, every: Sequence[Mapping[str, Any]]) -> list[tuple[str, Ranges]]:
@@ -93,19 +86,21 @@ class TemplateProcess:
 
     def close(self) -> int:
         """End the process; returns its exit code, which is negative for a signal."""
-        worker, self._worker = self._worker, None
-        if worker is None:
+        process, self._process = self._process, None
+        if process is None:
             return 0
-        worker.requests.close()
-        worker.responses.close()
-        worker.process.kill()
-        return worker.process.wait()
+        process.kill()
+        process.communicate()
+        return process.returncode
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
         try:
-            worker = self._worker = self._worker or self._start()
-            worker.requests.sendall(request)
-            line = worker.responses.readline()
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline()
         except OSError:  # it has ended
             line = b""
         except BaseException:
@@ -121,15 +116,10 @@ class TemplateProcess:
             )
         raise DataError(f"the process that renders it has ended (exit code {code})")
 
-    def _start(self) -> _Worker:
+    def _start(self) -> subprocess.Popen[bytes]:
         program = [sys.executable, "-P", template_worker.__file__, str(self._seconds), str(self._memory)]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            end = theirs.fileno()
-            process = subprocess.Popen(
-                program, stdin=end, stdout=end, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-        return _Worker(process, ours, ours.makefile("rb"))
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        return subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
 
 
 _PROCESS = TemplateProcess()
