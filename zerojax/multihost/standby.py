@@ -10,12 +10,19 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 VARIABLE = "ZEROJAX_STANDBY"
 """The environment variable of a process that waits for its launcher; its standard input is a pipe."""
+
+# The launcher writes this to the pipe when a process of the job is lost, and variables when all have ended.
+_LOST = b"\n"
+
+# Seconds between looks whether a process that waits can still begin.
+_LOOK_EVERY = 0.2
 
 
 class Standby:
@@ -50,12 +57,21 @@ class Standby:
         """Whether the process has not ended, so that it can begin."""
         return self._process.poll() is None
 
+    def prepare(self) -> None:
+        """Let the process do what it can while the job before it ends."""
+        with suppress(BrokenPipeError):
+            self._stdin.write(_LOST)
+            self._stdin.flush()
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
     def begin(self, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """Let the process go on, with further environment variables. None if it has ended."""
-        stdin = self._process.stdin
-        assert stdin is not None
         try:
-            with stdin:
+            with self._stdin as stdin:
                 stdin.write(json.dumps(dict(env)).encode())
         except BrokenPipeError:
             self.close()
@@ -77,18 +93,33 @@ def waits(seconds: float) -> bool:
     return VARIABLE in os.environ and not select.select([sys.stdin], [], [], seconds)[0]
 
 
-def wait() -> None:
+def wait(*, works: Callable[[], bool] = lambda: True, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Wait until the launcher lets this process begin, if it stands by, and set the variables that it gives.
 
     The process ends if the launcher has ended.
+
+    Args:
+        works: whether this process can still begin; if not, it ends, and the launcher starts another.
+        meanwhile: what can be done once a process of the job is lost, while the others end.
     """
     if os.environ.pop(VARIABLE, None) is None:
         return
-    if not (text := sys.stdin.buffer.read()):
+    if (text := _read(works)) == _LOST:
+        meanwhile()
+        text = _read(works)
+    if not text:
         os._exit(0)
     os.environ.update(json.loads(text))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+
+
+def _read(works: Callable[[], bool]) -> bytes:
+    """The launcher's next line, or what it writes before it closes the pipe."""
+    while not select.select([sys.stdin], [], [], _LOOK_EVERY)[0]:
+        if not works():
+            os._exit(1)
+    return sys.stdin.buffer.readline()
 
 
 if __name__ == "__main__":

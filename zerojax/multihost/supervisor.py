@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO
 
 from zerojax import terminal
@@ -22,6 +23,10 @@ from zerojax.multihost import pdeathsig
 
 # Seconds that the output of tasks waits for a reader before lines queue, and then are dropped.
 _PATIENCE = 1.0
+# Linux has a folder here for each process.
+_PROCESSES = Path("/proc")
+# Seconds between looks whether a process is ending.
+_LOOK_EVERY = 0.05
 # A longer line is split into lines of this many bytes.
 _PIECE = 64 << 10
 
@@ -92,6 +97,7 @@ class Supervisor:
         good: exit codes of a task after which the others continue.
         follows: exit code of a task that ended because another had failed.
         started: called once all processes have been started.
+        lost: called once a process has failed, before all have ended.
     """
 
     tasks: Sequence[Task]
@@ -101,12 +107,15 @@ class Supervisor:
     good: Collection[int] = (0,)
     follows: int | None = None
     started: Callable[[], None] = lambda: None
+    lost: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        # ("signal", number) or ("end", index). A signal handler may put to a SimpleQueue, not to a Queue.
+        # ("signal", number), ("fail", index) or ("end", index). A signal handler may put to a SimpleQueue,
+        # not to a Queue.
         self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._told: set[int] = set()
+        self._failed: set[int] = set()
         self._signals: list[int] = []
         self._lost: float | None = None
         self._deadline: float | None = None  # when the remaining tasks get SIGKILL
@@ -149,7 +158,8 @@ class Supervisor:
         if late:
             raise TimeoutError(f"not done after {self.timeout:g} s: {', '.join(late)}")
         outcomes = (
-            Outcome(self.tasks[i].name, _exit_code(self._processes[i]), i in self._told) for i in self._all()
+            Outcome(self.tasks[i].name, _exit_code(self._processes[i].returncode), i in self._told)
+            for i in self._all()
         )
         return Result(tuple(outcomes), tuple(self._signals), self._lost)
 
@@ -168,7 +178,11 @@ class Supervisor:
                 # Kill its remaining children before its process id can be reused.
                 _signal(self._processes[value], signal.SIGKILL)
                 self._processes[value].wait()
-                self._react(value, running)
+                self._react(value, _exit_code(self._processes[value].returncode), running)
+            elif kind == "fail":
+                code = _code_at_exit(self._processes[value].pid)
+                assert code is not None, "the process has not been reaped"
+                self._react(value, code, running - {value})
             elif kind == "signal":
                 self._signals.append(value)
                 self._tell(running, value, limited=len(self._signals) > 1)
@@ -182,18 +196,21 @@ class Supervisor:
                 self._deadline = None
         return late
 
-    def _react(self, ended: int, running: set[int]) -> None:
-        """End the other tasks if this one has failed."""
-        code = _exit_code(self._processes[ended])
-        if code not in self.good and self._lost is None:
+    def _react(self, failed: int, code: int, others: set[int]) -> None:
+        """End the other tasks if this one has failed. Called when it begins to end, and when it has ended."""
+        if code in self.good or failed in self._failed:
+            return
+        self._failed.add(failed)
+        if self._lost is None:
             self._lost = time.monotonic()
-        if code in self.good or not running or ended in self._told:
+            self.lost()
+        if not others or failed in self._told:
             return
         if code == self.follows:
-            self._told.add(ended)
+            self._told.add(failed)
         else:
-            logger.warning(f"{self.tasks[ended].name} ended with {describe(code)}; ending the others")
-        self._tell(running, signal.SIGTERM, limited=True)
+            logger.warning(f"{self.tasks[failed].name} ended with {describe(code)}; ending the others")
+        self._tell(others, signal.SIGTERM, limited=True)
 
     def _next_event(self, limit: float | None) -> tuple[str, int]:
         times = [t for t in (self._deadline, limit) if t is not None]
@@ -211,8 +228,17 @@ class Supervisor:
             self._deadline = time.monotonic() + self.grace
 
     def _watch(self, index: int) -> None:
-        """Report a task's end, in a separate thread. The main thread reaps it."""
-        os.waitid(os.P_PID, self._processes[index].pid, os.WEXITED | os.WNOWAIT)
+        """Report a task's failure and its end, in a separate thread. The main thread reaps it.
+
+        A process has ended once the system has freed its memory, which on GPUs takes seconds after a failure.
+        """
+        pid = self._processes[index].pid
+        if (_PROCESSES / "self").exists():
+            while (code := _code_at_exit(pid)) is None:
+                time.sleep(_LOOK_EVERY)
+            if code not in self.good:
+                self._events.put(("fail", index))
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         self._events.put(("end", index))
 
     def _copy(self, index: int) -> None:
@@ -257,6 +283,13 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    code = process.returncode
+def _exit_code(code: int) -> int:
+    """The exit code as a shell has it, from one that is negative for a signal."""
     return code if code >= 0 else 128 - code
+
+
+def _code_at_exit(pid: int) -> int | None:
+    """The exit code of a child whose main thread has ended; None before. The child has not been reaped."""
+    found = (_PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()
+    state, status = found[0], int(found[-1])
+    return _exit_code(os.waitstatus_to_exitcode(status)) if state in "ZX" else None

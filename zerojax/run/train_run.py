@@ -26,6 +26,7 @@ from zerojax.run.metrics.files import read_metrics
 from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
+from zerojax.sharding.cuda_driver import contexts_work
 from zerojax.train.fp8_report import fp8_metrics
 from zerojax.train.step import Metrics
 
@@ -115,7 +116,10 @@ class TrainRun(BatchRun):
         setup = RunSetup(config)
         setup.prepare_step(abstract_batch(config))
         snapshots = Snapshots.find(setup.mesh)
-        standby.wait()
+        standby.wait(
+            works=lambda: contexts_work(setup.mesh),
+            meanwhile=lambda: None if snapshots is None else snapshots.check(),
+        )
         setup.check()
         with opening(config, folder, resume, snapshots) as new:
             data = prepare_data(config, folder)

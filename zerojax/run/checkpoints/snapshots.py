@@ -27,11 +27,11 @@ from zerojax.run.checkpoints.canonical import with_stored
 from zerojax.run.checkpoints.entries import Entry, entries_of
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, parse_manifest
 from zerojax.run.checkpoints.store import fit_beside_training
+from zerojax.sharding.cuda_driver import copy_to_host, page_locked
 from zerojax.sharding.host_memory import memory_limits, shortage
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.memory import in_host
 from zerojax.sharding.mesh import on_gpus
-from zerojax.sharding.page_locked import copy_to_host, page_locked
 from zerojax.train.state import TrainState, check_there
 from zerojax.validation.untrusted import dump_checked
 
@@ -85,6 +85,7 @@ class Snapshots:
         self._begun = time.monotonic()
         self._pause = self._written = 0.0
         self._beside_training: bool | None = None
+        self._intact: dict[str, bool] = {}  # by a snapshot's text, whether its arrays fit
         self._lock()
 
     @classmethod
@@ -116,9 +117,7 @@ class Snapshots:
                 number of nodes may differ if each node holds the whole state.
             at_least: the step of the newest checkpoint, if there is one; an older snapshot does not count.
         """
-        if self._memory.update():
-            self._locks.close()
-            self._lock()
+        self._refresh()
         now = _settings(config)
         mine = {
             one.step: (number, one)
@@ -130,10 +129,31 @@ class Snapshots:
         common = set[int].intersection(*map(set, gather_from_all([*mine])))
         for step in sorted(common, reverse=True):
             number, found = mine[step]
-            if all(gather_from_all(found.generation.is_intact(found.files))):
+            if all(gather_from_all(self._is_intact(found))):
                 self._next = 1 - number
                 return found
         return None
+
+    def check(self) -> None:
+        """Look whether the newest snapshot is intact, so that ``choose`` knows it at once.
+
+        A process that stands by does it while the processes before it end.
+        """
+        self._refresh()
+        if newest := max(filter(None, map(_read, self._memory.generations)), key=_step, default=None):
+            self._is_intact(newest)
+
+    def _refresh(self) -> None:
+        """Map and lock the memory again if another process has changed its size."""
+        if self._memory.update():
+            self._locks.close()
+            self._lock()
+
+    def _is_intact(self, one: Snapshot) -> bool:
+        text = one.generation.text() or ""
+        if text not in self._intact:
+            self._intact[text] = one.generation.is_intact(one.files)
+        return self._intact[text]
 
     def reserve(self, state: TrainState) -> None:
         """Make room for two snapshots of a state; all processes call it together.
@@ -241,6 +261,10 @@ def _read(generation: Generation) -> Snapshot | None:
         return Snapshot(**vars(parse_manifest(text)), generation=generation)
     except DamagedError:
         return None
+
+
+def _step(one: Snapshot) -> int:
+    return one.step
 
 
 def _arrays(state: TrainState) -> dict[str, Array]:

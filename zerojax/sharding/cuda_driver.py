@@ -1,4 +1,4 @@
-"""Copies between GPUs and page-locked host memory, by CUDA's driver.
+"""What CUDA's driver does and JAX does not offer: copies to page-locked host memory, the state of contexts.
 
 A GPU copies from and to such memory at the full rate of PCI Express, while it computes. JAX copies an array
 to page-locked memory by a program, which waits until the GPU has done all steps that were dispatched before.
@@ -52,6 +52,22 @@ def _context(number: int) -> Generator[None]:
     finally:
         _call("cuCtxPopCurrent_v2", ctypes.byref(context))
         _call("cuDevicePrimaryCtxRelease_v2", device)
+
+
+def contexts_work(mesh: Mesh) -> bool:
+    """Whether this process can still use its GPUs; true on a mesh of CPUs.
+
+    A context is lost for good after an illegal access to memory. Under NVIDIA's Multi-Process Service that
+    of any process ends the contexts of all, even of those that compute nothing.
+    """
+    devices = mesh.local_devices if on_gpus(mesh.devices.flat) else ()
+    try:
+        for device in devices:
+            with _context(device.local_hardware_id):
+                _call("cuCtxSynchronize")
+    except RunError:
+        return False
+    return True
 
 
 @contextmanager
