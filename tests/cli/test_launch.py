@@ -168,7 +168,7 @@ def test_a_restart_is_told_when_a_process_was_lost(attempts, capfd):
 def test_memory_for_snapshots_outlives_the_processes(attempts):
     program, starts = attempts
     line = (
-        "file, seconds = os.environ['ZEROJAX_SNAPSHOT'].split(); assert seconds == '5.0'\n"
+        "file, seconds = os.environ['ZEROJAX_SNAPSHOT'].split(); assert seconds == '3.0'\n"
         "before = os.pread(int(file), 100, 0).decode()\n"
         "assert before == ('' if tries == 1 else f'rank {rank}'), before\n"
         "os.pwrite(int(file), f'rank {rank}'.encode(), 0)\n"

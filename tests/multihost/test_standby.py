@@ -75,6 +75,47 @@ def test_one_that_begins_early_does_not_wait(standby, tmp_path: Path) -> None:
     assert time.monotonic() - begun < 60
 
 
+PREPARES = """
+from pathlib import Path
+import sys
+from zerojax.multihost import standby
+folder = Path(sys.argv[1])
+works = lambda: (folder / "ready").touch() or not (folder / "broken").exists()
+standby.wait(works=works, meanwhile=(folder / "prepared").touch)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def prepares(tmp_path: Path):
+    """A process with work to do once the job before it is lost."""
+    one = Standby([sys.executable, "-c", PREPARES, str(tmp_path)], os.environ, (), 0.0)
+    wait_for(tmp_path / "ready")
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_it_prepares_once_a_process_of_the_job_is_lost(prepares, tmp_path: Path, told: bool) -> None:
+    if told:
+        prepares.prepare()
+        wait_for(tmp_path / "prepared")
+        assert prepares.waits
+    assert run(prepares, tmp_path)[0] == 7
+    assert (tmp_path / "prepared").exists() == told
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_it_ends_when_it_can_no_longer_begin(prepares, tmp_path: Path, told: bool) -> None:
+    if told:
+        prepares.prepare()
+    (tmp_path / "broken").touch()
+    assert prepares._process.wait(60) == 1
+    assert not prepares.waits
+    prepares.prepare()  # which finds nobody
+    assert run(prepares, tmp_path) == (5, "[rank 0] new process\n")
+
+
 def test_a_new_process_takes_its_place_if_it_has_died(standby, tmp_path: Path) -> None:
     waiting = standby()
     waiting._process.kill()

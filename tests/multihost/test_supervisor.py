@@ -75,6 +75,25 @@ def test_a_failure_ends_the_others_and_is_named(capfd):
     ]
 
 
+def test_a_killed_process_is_noticed_before_it_has_ended(capfd, monkeypatch):
+    """Freeing the memory of a GPU's process takes seconds."""
+    ended = threading.Event()
+    waitid = os.waitid
+    monkeypatch.setattr(os, "waitid", lambda *args: (ended.wait(60), waitid(*args)))
+    result, _ = run(shell("rank 0", "sleep 600"), shell("rank 1", "kill -9 $$"), lost=ended.set)
+    assert ended.is_set(), "told before"
+    assert [(o.code, o.stopped) for o in result.outcomes] == [(128 + 15, True), (128 + 9, False)]
+    assert capfd.readouterr().err == "zerojax: rank 1 ended with SIGKILL; ending the others\n"
+
+
+def test_a_thread_that_outlives_the_main_one_is_no_failure(capfd):
+    alone = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(1,)).start();"
+    exit_of_this_thread = "ctypes.CDLL(None).syscall(60, 7)"
+    task = supervisor.Task("a", [sys.executable, "-c", alone + exit_of_this_thread], os.environ)
+    result, _ = run(task, lost=lambda: pytest.fail("lost"))
+    assert (result.code, result.lost, capfd.readouterr().err) == (0, None, "")
+
+
 def test_a_killed_process_is_named_by_its_signal(capfd):
     result, _ = run(shell("rank 0", "sleep 60"), shell("rank 1", "kill -9 $$"))
     assert result.code == 128 + 9

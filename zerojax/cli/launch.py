@@ -46,8 +46,8 @@ _OTHERS = ("doctor", "links", "follow")
 
 
 _ZEROJAX = (sys.executable, "-m", "zerojax")
-# The C library takes memory in huge pages, where Linux leaves them to programs. Before its first array XLA fills
-# a table of 8 bytes for each 256 of the GPU's memory: 3.5 GB, which take 1.7 s in pages of 4 KiB.
+# The C library takes memory in huge pages, where Linux leaves them to programs. Before its first array XLA
+# fills 8 bytes of it for each 256 of the GPU's memory: 3.5 GB, which take 1.7 s in pages of 4 KiB.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Seconds before standby processes start, because the job starts at the same time.
 _STANDBY_AFTER = 10.0
@@ -66,7 +66,7 @@ class Job:
     min_nodes: int | None = None  # After a failure continue without failed nodes, down to this many.
     grace: float = 15.0  # Seconds for the others to end after one has failed.
     # Seconds of work that a restart may repeat; 0 keeps no snapshots.
-    snapshot_seconds: float = 5.0 if snapshot_memory.SUPPORTED else 0.0
+    snapshot_seconds: float = 3.0 if snapshot_memory.SUPPORTED else 0.0
     standby: bool = True  # Keep a process for each node that is ready to take over.
     program: Sequence[str] = _ZEROJAX
 

@@ -118,6 +118,7 @@ def _read(works: Callable[[], bool]) -> bytes:
     """The launcher's next line, or what it writes before it closes the pipe."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY)[0]:
         if not works():
+            print("zerojax: the GPU's context was lost while this process stood by", flush=True)
             os._exit(1)
     return sys.stdin.buffer.readline()
 

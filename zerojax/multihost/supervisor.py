@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from zerojax import terminal
 from zerojax.log import logger
@@ -110,7 +110,7 @@ class Supervisor:
     lost: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        # ("signal", number), ("fail", index) or ("end", index). A signal handler may put to a SimpleQueue,
+        # ("signal", number), ("killed", index) or ("end", index). A signal handler may put to a SimpleQueue,
         # not to a Queue.
         self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -179,9 +179,8 @@ class Supervisor:
                 _signal(self._processes[value], signal.SIGKILL)
                 self._processes[value].wait()
                 self._react(value, _exit_code(self._processes[value].returncode), running)
-            elif kind == "fail":
-                code = _code_at_exit(self._processes[value].pid)
-                assert code is not None, "the process has not been reaped"
+            elif kind == "killed":
+                code = _exit_code(-_state(self._processes[value].pid).signal)
                 self._react(value, code, running - {value})
             elif kind == "signal":
                 self._signals.append(value)
@@ -228,16 +227,17 @@ class Supervisor:
             self._deadline = time.monotonic() + self.grace
 
     def _watch(self, index: int) -> None:
-        """Report a task's failure and its end, in a separate thread. The main thread reaps it.
+        """Report a task's end, in a separate thread. The main thread reaps it.
 
-        A process has ended once the system has freed its memory, which on GPUs takes seconds after a failure.
+        A process has ended once the system has freed its memory, a GPU's too, which takes seconds. So that a
+        signal has killed it is reported before.
         """
         pid = self._processes[index].pid
         if (_PROCESSES / "self").exists():
-            while (code := _code_at_exit(pid)) is None:
+            while not (state := _state(pid)).ends:
                 time.sleep(_LOOK_EVERY)
-            if code not in self.good:
-                self._events.put(("fail", index))
+            if state.signal:
+                self._events.put(("killed", index))
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         self._events.put(("end", index))
 
@@ -288,8 +288,14 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _code_at_exit(pid: int) -> int | None:
-    """The exit code of a child whose main thread has ended; None before. The child has not been reaped."""
+class _State(NamedTuple):
+    """The state of a process's main thread."""
+
+    ends: bool
+    signal: int  # that has killed the process; 0 for none
+
+
+def _state(pid: int) -> _State:
+    """The state of a child that has not been reaped."""
     found = (_PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()
-    state, status = found[0], int(found[-1])
-    return _exit_code(os.waitstatus_to_exitcode(status)) if state in "ZX" else None
+    return _State(found[0] in "ZX", int(found[-1]) & 0x7F)

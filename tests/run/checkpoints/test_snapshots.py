@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import zerojax
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.multihost import snapshot_memory
 from zerojax.multihost.background import Worker
-from zerojax.multihost.snapshot_memory import SnapshotMemory
+from zerojax.multihost.snapshot_memory import Generation, SnapshotMemory
 from zerojax.run import recovery
 from zerojax.run.checkpoints import snapshots
-from zerojax.run.checkpoints.manifest import parse_manifest
+from zerojax.run.checkpoints.manifest import Manifest, Record, parse_manifest
+from zerojax.validation.untrusted import dump_checked
 
 
 @pytest.fixture
@@ -176,6 +178,37 @@ def test_a_newer_checkpoint_and_other_settings_count_more(
     out = " ".join(capsys.readouterr().out.split())
     assert "resuming from step 3;" in out
     assert "in memory is newer" in out
+
+
+def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stands by checks it before it may use it. Another process has made the memory larger."""
+    memory = SnapshotMemory(snapshot_memory.create())
+    mine = snapshots.Snapshots(snapshot_memory.Kept(memory, 5.0), zerojax.make_mesh(1, 1))
+    mine.check()
+    theirs = SnapshotMemory(os.dup(memory._descriptor))
+    theirs.resize(8, 1)
+    for generation, step in zip(theirs.generations, (4, 5), strict=True):
+
+        def describe(files: snapshot_memory.Checksums, step: int = step) -> str:
+            return dump_checked(asdict(Manifest(step, 0.0, Record(), files)))
+
+        generation.write({"x": 8}, lambda places: places["x"].fill(1), describe)
+    looks: list[Any] = []
+    is_intact = Generation.is_intact
+    monkeypatch.setattr(
+        Generation, "is_intact", lambda self, sums: looks.append(self) or is_intact(self, sums)
+    )
+    mine.check()
+    mine.check()
+    (newest,) = looks
+    assert newest is memory.generations[1]
+    found = snapshots._read(newest)
+    assert found is not None
+    assert mine._is_intact(found)
+    assert looks == [newest]
+    newest.memory[:] = 0
+    mine.check()
+    assert looks == [newest, memory.generations[0]]
 
 
 def test_a_host_without_room_is_refused(
