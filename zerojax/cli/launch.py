@@ -139,7 +139,7 @@ class _Kept:
         ]
 
     def prepare(self) -> None:
-        """Let the processes that stand by do what they can while those of the job end."""
+        """Let the processes that stand by do what they can while the job's processes end."""
         for _, process in self._waiting:
             process.prepare()
 

@@ -57,8 +57,8 @@ def _context(number: int) -> Generator[None]:
 def contexts_work(mesh: Mesh) -> bool:
     """Whether this process can still use its GPUs; true on a mesh of CPUs.
 
-    A context is lost for good after an illegal access to memory. Under NVIDIA's Multi-Process Service that
-    of any process ends the contexts of all, even of those that compute nothing.
+    A context is lost for good after an illegal access to memory. Under NVIDIA's Multi-Process Service the
+    contexts of all processes are lost, even if they compute nothing.
     """
     devices = mesh.local_devices if on_gpus(mesh.devices.flat) else ()
     try:
