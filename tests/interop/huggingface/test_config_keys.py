@@ -652,10 +652,10 @@ TRAINING = {
 UNUSED = {
     "gpt2": {
         *("n_ctx", "summary_type", "summary_use_proj", "summary_activation"),
-        *("summary_proj_to_labels", "summary_first_dropout"),
+        *("summary_proj_to_labels", "summary_first_dropout", "n_special", "predict_special_tokens"),
     },
     "opt": {"init_std"},
-    "llama": {"is_llama_config"},
+    "llama": {"is_llama_config", "max_sequence_length"},
     "phi3": {"full_attn_mod", "interpolate_factor"},
     "smollm3": {"pretraining_tp", "max_window_layers"},
     "starcoder2": {
@@ -667,7 +667,7 @@ UNUSED = {
     "hunyuan_v1_dense": {
         *("eod_token_id", "attention_head_dim", "cla_share_factor", "org_vocab_size", "pad_id"),
     },
-    "gpt_neox": {"is_decoder"},
+    "gpt_neox": {"is_decoder", "attention_probs_dropout_prob", "hidden_dropout_prob"},
     "cohere": {"model_max_length"},
     "cohere2": {"layer_switch", "use_embedding_sharing", "use_parallel_embedding", "cache_implementation"},
     "glm4_moe": {"num_nextn_predict_layers", "num_mtp_layers"},
@@ -885,6 +885,26 @@ def test_a_llama_with_the_keys_of_smollm():
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt2-medium": (354_823_168, {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16,
+        "n_layer": 24, "n_positions": 1024, "n_special": 0, "output_past": True,
+        "predict_special_tokens": True, "resid_pdrop": 0.1, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "vocab_size": 50257, "_num_labels": 1,
+    }),
+    "lfm2-1.2b": (1_170_340_608, {
+        "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
+        "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0,
+        "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0,
+        "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False,
+        "conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000,
+        "model_type": "lfm2", "norm_eps": 1e-05, "num_attention_heads": 32, "num_heads": 32,
+        "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "tie_embedding": True,
+        "use_pos_enc": True, "vocab_size": 65536,
+    }),
     "pythia-70m": (70_426_624, {
         "architectures": ["GPTNeoXForCausalLM"], "classifier_dropout": 0.1, "hidden_act": "gelu",
         "hidden_size": 512, "intermediate_size": 2048, "layer_norm_eps": 1e-05,

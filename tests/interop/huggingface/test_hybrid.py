@@ -20,6 +20,7 @@ def values(name: str) -> dict[str, Any]:
     ("keys", "width"),
     [
         ({"intermediate_size": 12288}, 8192),  # LFM2-1.2B
+        ({"intermediate_size": 8192, "block_ff_dim": 12288}, 8192),
         ({"intermediate_size": 10240, "block_ffn_dim_multiplier": 1.0}, 6912),
         ({"intermediate_size": 30, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.5}, 32),
     ],
@@ -27,6 +28,13 @@ def values(name: str) -> dict[str, Any]:
 def test_the_width_of_lfm2_is_rounded_as_its_files_say(keys, width):
     given = values("lfm2") | {"block_auto_adjust_ff_dim": True} | keys
     assert read_model(given, "config.json")[1].ffn == width
+
+
+def test_lfm2_has_older_names_of_its_width_and_tie():
+    given = {name: value for name, value in values("lfm2").items() if name != "intermediate_size"}
+    assert not read_model(given | {"block_ff_dim": 8, "tie_embedding": False}, "config.json").model.tied
+    with pytest.raises(ConfigurationError, match="block_ff_dim is missing"):
+        read_model(given, "config.json")
 
 
 def test_layers_follow_from_other_keys_without_layer_types():

@@ -10,14 +10,16 @@ HARMLESS = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
         # for text generation
         *("do_sample", "temperature", "top_k", "top_p", "min_length", "max_length", "bad_words_ids"),
+        *("num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "output_past"),
         *("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "task_specific_params"),
         # for other tasks than language models
-        *("problem_type", "num_labels", "id2label", "label2id", "finetuning_task"),
+        *("problem_type", "num_labels", "_num_labels", "id2label", "label2id", "finetuning_task"),
         # for training
         *("initializer_range", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing"),
         # for libraries
         *("architectures", "model_type", "auto_map", "tokenizer_class", "dtype", "torch_dtype", "use_cache"),
         *("_attn_implementation_autoset", "_name_or_path", "transformers_version", "transformers.js_config"),
+        *("torchscript", "use_bfloat16"),
         *("output_attentions", "output_hidden_states", "return_dict", "unsloth_fixed", "unsloth_version"),
     }
 )

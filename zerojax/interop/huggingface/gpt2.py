@@ -35,6 +35,7 @@ GPT2 = (
     *(only(name, False) for name in _FALSE),
     dropouts(dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop")),
     unused(*(f"summary_{name}" for name in _SUMMARY)),
+    unused("n_special", "predict_special_tokens"),  # not read by transformers
 )
 GPT2_NAMES = Names(
     {

@@ -9,7 +9,7 @@
 from dataclasses import replace
 from typing import Any
 
-from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.config_table import Entry, Fields, key, only, unused
 from zerojax.interop.huggingface.experts import (
     CHOICE_RATE,
@@ -110,7 +110,8 @@ def _lfm2_layers(keys: ConfigKeys, found: Fields) -> Fields:
     """``layer_types``, or the layers with attention; and the width of the MLP, from which files round."""
     attended = keys.take("full_attn_idxs", list, list(range(found["layers"])))
     default = [FULL if number in attended else _CONV for number in range(found["layers"])]
-    width = found["ffn"]
+    # The name in the first files. It is read first, as in transformers.
+    width = keys.take("block_ff_dim", int, REQUIRED if found["ffn"] is None else found["ffn"])
     if keys.take("block_auto_adjust_ff_dim", bool, True):
         multiple = max(keys.take("block_multiple_of", int, 256), 1)
         width = int(keys.take("block_ffn_dim_multiplier", float, 1.0) * int(2 * width / 3))
@@ -128,14 +129,23 @@ def _write_lfm2_layers(model: GPTConfig) -> Fields:
     return {"full_attn_idxs": attended, **plain, **recurrent_layers(_CONV).write(model)}
 
 
-_LFM2_CONVOLUTION = key("conv_L_cache", "conv_width", int, 3), only("conv_bias", False)
+_LFM2_ENTRIES = (
+    key("conv_L_cache", "conv_width", int, 3),
+    only("conv_bias", False),
+    Entry(lambda keys, found: {"tied": keys.take("tie_embedding", bool, found["tied"])}),
+    # Of the first files, not read by transformers:
+    unused(*(f"block_{name}" for name in ("dim", "norm_eps", "mlp_init_scale", "out_init_scale"))),
+    unused("block_use_swiglu", "block_use_xavier_init", "conv_use_xavier_init", "use_pos_enc"),
+    unused("conv_dim", "conv_dim_out", "num_heads"),
+)
 _LFM2: dict[str, Any] = {
     **{"tied": True, "norm_key": "norm_eps", "norm_eps": 1e-5, "rotary": Rope(theta=1e6)},
     **{"recurrent": "short_conv", "qk_norm": True},
 }
 LFM2 = like_llama(
     Entry(_lfm2_layers, _write_lfm2_layers, recurrent_layers(_CONV).allowed),
-    *_LFM2_CONVOLUTION,
+    *_LFM2_ENTRIES,
+    ffn_width=None,
     **_LFM2,
 )
 
@@ -176,7 +186,7 @@ LFM2_MOE = like_llama(
         written=lambda model: model.router_balance_rate > 0,
     ),
     recurrent_layers(_CONV, interval=None),
-    *_LFM2_CONVOLUTION,
+    *_LFM2_ENTRIES,
     router="sigmoid",
     **_LFM2,
 )

@@ -191,6 +191,7 @@ LLAMA = like_llama(
     only("pretraining_tp", 1),
     only("rope_interleaved", False),
     unused("is_llama_config"),  # SmolLM has this key and the one before
+    unused("max_sequence_length"),  # of Vicuna, not read by transformers
     kv_heads=None,
 )
 MISTRAL = like_llama(SILU, key("sliding_window", "sliding_window", int, 4096, null=True))

@@ -78,7 +78,7 @@ GPT_NEOX = (
     Entry(allowed=lambda _: {"branches": ("sequential", "parallel")}),
     _entry(Rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct"))),
     dropouts("attention_dropout", "classifier_dropout", dropout=("hidden_dropout",)),
-    unused("is_decoder"),
+    unused("is_decoder", "attention_probs_dropout_prob", "hidden_dropout_prob"),
 )
 GPT_NEOX_NAMES = Names(
     {
