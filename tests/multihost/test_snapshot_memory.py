@@ -39,6 +39,7 @@ def memory() -> SnapshotMemory:
 def test_a_later_process_reads_what_an_earlier_one_wrote(memory: SnapshotMemory) -> None:
     sums = write(memory, 1, "ä description")
     memory.touch()
+    memory.let_go()
     later = SnapshotMemory(os.dup(memory._descriptor))
     assert [one.text() for one in later.generations] == [None, "ä description"]
     assert later.generations[1].is_intact(sums)

@@ -46,7 +46,7 @@ class Snapshot(Manifest):
     ``files`` has an entry for each array and index, instead of a checkpoint's files.
     """
 
-    generation: Generation = field(default_factory=lambda: Generation(np.zeros(0, np.uint8)), compare=False)
+    generation: Generation = field(kw_only=True, compare=False)
 
     def restore(self, state: TrainState) -> TrainState:
         """The snapshot's arrays in a state; ``state``, filled or abstract, gives the spec.
@@ -108,6 +108,7 @@ class Snapshots:
                 f"cannot lock {size(self._memory.size)} of this host's memory for snapshots: {error}. Launch "
                 "with --snapshot-seconds 0 to do without."
             ) from error
+        self._memory.let_go()
 
     def choose(self, config: Mapping[str, Any], at_least: int | None) -> Snapshot | None:
         """The newest intact snapshot that all processes have; all call it together.
