@@ -37,7 +37,7 @@ _TEXT, _TEXT_EACH = 1 << 20, 512  # room for the text, and more of it for each a
 _ALIGNED = 64  # each array begins at a multiple of these bytes
 _CHUNK = 1 << 24
 # Copying and checksumming release the GIL.
-_THREADS = min(8, os.cpu_count() or 1)
+_THREADS = min(16, os.cpu_count() or 1)
 
 Checksums = dict[str, tuple[int, int]]
 """By an array's name, its bytes and its checksum. The arrays are stored in this order."""
