@@ -1,6 +1,5 @@
 """Decoders with recurrent layers: packed documents, exactness on meshes, and their number of parameters."""
 
-import itertools
 from dataclasses import replace
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from documents import check_documents
 from flax import nnx
 from plain_loop import distance
 
@@ -116,14 +116,7 @@ def test_recurrent_layers_take_no_flops_for_pairs_of_tokens():
 def test_packed_documents_are_computed_as_if_alone(config):
     model = GPT(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 90), 0, config.vocab_size)
-    bounds = ((0, 1, 20, 90), (0, 70, 71, 90))  # three lengths
-    numbers = jnp.array([[sum(t >= end for end in row[1:]) for t in range(90)] for row in bounds])
-    run = nnx.jit(lambda model, tokens, segments: model(tokens, segments=segments))
-    packed = run(model, tokens, numbers)
-    for row, ends in enumerate(bounds):
-        for first, last in itertools.pairwise(ends):
-            alone = run(model, tokens[row : row + 1, first:last], None)
-            np.testing.assert_allclose(packed[row : row + 1, first:last], alone, atol=2e-5)
+    check_documents(model, tokens, ((0, 1, 20, 90), (0, 70, 71, 90)))
 
     def loss_of_second(model: GPT) -> jax.Array:
         logits = model(jnp.arange(64)[None], segments=(jnp.arange(64)[None] >= 20).astype(jnp.int32))

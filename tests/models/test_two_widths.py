@@ -1,6 +1,5 @@
 """Decoders whose layers without the window have wider heads and take values from keys (Gemma 4)."""
 
-import itertools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from documents import check_documents
 from flax import nnx
 from gemma4 import GEMMA4, check_decoding
 from plain_loop import distance
@@ -63,15 +63,7 @@ def test_flops_of_attention_are_those_of_each_layer():
 def test_packed_documents_and_cached_tokens_are_computed_as_if_alone(scan: bool):
     model = scaled(GPT(replace(WIDE, scan=scan), rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, 64)
-    bounds = ((0, 1, 20, 40), (0, 20, 21, 40))
-    numbers = jnp.array([[sum(t >= end for end in row[1:]) for t in range(40)] for row in bounds])
-    run = nnx.jit(lambda model, tokens, segments: model(tokens, segments=segments))
-    packed = run(model, tokens, numbers)
-    for row, ends in enumerate(bounds):
-        for first, last in itertools.pairwise(ends):
-            alone = run(model, tokens[row : row + 1, first:last], None)
-            np.testing.assert_allclose(packed[row : row + 1, first:last], alone, atol=2e-5)
-    whole = run(model, tokens, None)
+    whole = check_documents(model, tokens, ((0, 1, 20, 40), (0, 20, 21, 40)))
     check_decoding(model, tokens, whole)
 
 

@@ -25,6 +25,7 @@ HERE = ROOT / "tests" / "helpers"
         # In one process: importing JAX and Triton takes longer than most of them.
         ("attention", "cast", "columns", "grouped", "delta_chunks"),
         *(pytest.param((fmt,), marks=pytest.mark.slow) for fmt in (*pk.STORED, *pk.QUANTIZED)),
+        pytest.param(("delta_chunks of every kind",), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )

@@ -130,9 +130,16 @@ def test_imported_adapters_divide_the_columns_of_each_kind():
     ("name", "expected"),
     # model.generate(tokens, do_sample=False, max_new_tokens=12); the least margin of a choice is 0.01.
     [
-        ("gemma4", ([79, 13, 13, 13, 79, *[33] * 7], [64, 52, 52, 52, 65, 71, *[51] * 6])),
+        # It has caches of both widths, which later layers read, and an input for each layer.
         ("gemma4-e2b", ([74, 74, 47, *[54] * 9], [18] * 12)),
-        ("gemma4-moe", ([51, 61, 61, 4, 4, 4, *[53] * 6], [48, 48, 48, 48, *[9] * 8])),
+        pytest.param(
+            *("gemma4", ([79, 13, 13, 13, 79, *[33] * 7], [64, 52, 52, 52, 65, 71, *[51] * 6])),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("gemma4-moe", ([51, 61, 61, 4, 4, 4, *[53] * 6], [48, 48, 48, 48, *[9] * 8])),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_generation_gives_the_greedy_tokens_of_transformers(name: str, expected: tuple[list[int], ...]):
@@ -161,7 +168,7 @@ def test_generation_gives_the_greedy_tokens_of_transformers(name: str, expected:
 )
 def test_a_step_of_experts_beside_an_mlp_is_that_of_plain_jax(mesh: tuple[int, int], options: dict[str, Any]):
     config = GPTConfig(
-        layers=2, d_model=24, heads=2, vocab_size=80, max_seq_len=16, norm="rms", positions="rope",
+        layers=1, d_model=24, heads=2, vocab_size=80, max_seq_len=16, norm="rms", positions="rope",
         mlp="geglu", biases=False, post_norms=True, experts=4, ffn=12, shared_ffn=20, shared_norms=True,
         balance_loss=0.0, init_std=0.2,
     )  # fmt: skip
