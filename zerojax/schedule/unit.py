@@ -50,6 +50,10 @@ Body = Callable[..., Arrays]
 
 READ_BY_UNIT = "zerojax: a weight read by its unit"
 """The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them."""
+SHARDED = "zerojax: the sharded weight "
+"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays in a model, with the weight's name behind it."""
+WHOLE = "zerojax: the whole weight "
+"""The ``checkpoint_name`` of a whole weight in a model, with the weight's name behind it."""
 
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 

@@ -97,7 +97,7 @@ class Exchange:
                 )
             grads, updated, outcome = accumulate(training, shards, batch, states, rule)
             grads, residual = to_owners(training, grads, residual, seed)
-            gradients, sums, exchanged = self.arrive(started, grads, outcome.sums)
+            gradients, sums, exchanged = self.arrive(started, grads, outcome.results)
             replicas, lost = outcome.replicas if spec.zero.weights_delta else {}, to_tree(residual)
             return Passed(gradients, sums, updated, outcome.model_state, replicas, lost, exchanged)
 

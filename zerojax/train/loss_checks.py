@@ -19,31 +19,36 @@ rows. A layer that mixes tokens takes a part of a result that it has computed fr
 take parts, and something in the model has to bring the parts of a row together.
 """
 
+import dataclasses
 import functools
 import itertools
 import operator
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax.extend import core
+from jaxtyping import Array, Num, PyTree
 
 from zerojax import schedule
 from zerojax.adapters.adapter import ModelState
 from zerojax.adapters.loss import ATTENDED, IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
-from zerojax.dataflow import MOVES, Analysis, changed, equations_within
+from zerojax.dataflow import MOVES, Analysis, equations_within
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.layer_update import LayerState
-from zerojax.schedule.unit import READ_BY_UNIT, is_sharded
+from zerojax.schedule.layer_update import LayerState, LayerUpdate
+from zerojax.schedule.unit import READ_BY_UNIT, SHARDED, WHOLE
 from zerojax.schedule.user_code import FORWARD_MODE, assigned, line_of_equation, read_outside
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
+from zerojax.sharding.wire_format import Seed
 from zerojax.train.batch import Batch, map_batch
+from zerojax.train.pass_weights import ByPath, PassWeights
 from zerojax.train.spec import TrainSpec
+from zerojax.weights import Weight
 
 _RULES = f" at {schedule.__path__[0]}{os.sep}"
 """Where JAX says that the backward rules of units and stacks are, also in their forward-mode derivatives."""
@@ -61,114 +66,148 @@ _EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "
 _BRANCHES = {"cond": "jax.lax.cond or switch", "while": "jax.lax.while_loop"}
 
 
+Sinks = Mapping[Path, Num[Array, "..."] | LayerState]
+"""By path, zeros whose cotangents are gradients, or arrays that the backward pass updates."""
+
+
+class Inputs(NamedTuple):
+    """The arguments of a pass.
+
+    Attributes:
+        given: the weights with which it begins.
+        sinks: of the trained weights.
+        rule: how the backward pass updates weights whose sinks are ``LayerState``s.
+        model_state: ``TrainState.model_state``.
+        batch: this device's rows, of one micro-batch or of all.
+        seed: salts random bits.
+    """
+
+    given: PassWeights
+    sinks: Sinks
+    rule: LayerUpdate | None
+    model_state: ModelState
+    batch: Batch
+    seed: Seed
+
+
+class Outcome[T](NamedTuple):
+    """The results of passes, besides gradients.
+
+    Attributes:
+        results: sums over this device's tokens, or the results of another function of the model.
+        model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
+            ``accumulate``, all of them.
+        replicas: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
+            ``TrainState.replicas``.
+        probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
+        replaced: from one pass, the weights outside units that other arrays replaced, even of equal values.
+    """
+
+    results: T
+    model_state: ModelState
+    replicas: ByPath
+    probes: list[Array]
+    replaced: dict[Path, Num[Array, "..."]]
+
+
 def check_program(
-    spec: TrainSpec,
-    jaxpr: core.Jaxpr,
-    weights: Mapping[Path, Any],
-    replaced: Mapping[Path, Any],
-    model_state: ModelState,
-    batch: Batch,
-    *,
-    train: bool,
-) -> list[Axes]:
-    """Refuse a function of the model that reads weights of units outside their calls, assigns to weights,
-    calls units on some devices only, or shares rows in part.
+    spec: TrainSpec, program: jax.stages.Traced, inputs: Inputs, *, train: bool
+) -> Outcome[PyTree[Axes]]:
+    """Refuse a pass that reads weights of units outside their calls, assigns to weights, calls units on some
+    devices only, or shares rows in part.
 
     Args:
         spec: the train spec.
-        jaxpr: the traced function of ``weights``, ``model_state`` and ``batch``. It returns the model's state
-            after the call, its results, and ``replaced``.
-        weights: arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
-        replaced: weights outside units that transformations have returned, or assignments.
-        model_state: before the call.
-        batch: of one micro-batch.
+        program: traced with ``inputs``. Returns a tuple that begins with the ``Outcome``.
+        inputs: of the first micro-batch, if there are several passes.
         train: whether the backward pass follows.
 
     Returns:
-        For each result the axes along which it differs; see ``Branches.refuse_divergent``.
+        For each array of the outcome the axes along which it differs; see ``Branches.refuse_divergent``.
     """
-    if replaced:
-        refuse_assigned(jaxpr, weights, replaced)
-    refuse_reads(jaxpr, weights)
-    if spec.updated_in_backward:
-        refuse_calls(jaxpr, weights, {g.leaves[0].path: str(g.unit) for g in spec.updated_in_backward})
+    jaxpr, reads = program.jaxpr.jaxpr, refuse_reads(program)
+    if inputs.rule is not None:
+        refuse_calls(reads, [str(group.unit) for group in spec.updated_in_backward])
     devices, mesh = spec.zero.sequence_parallel, frozenset(spec.axes)
     if devices > 1:
         refuse_unshared(jaxpr, devices)
     branches = Branches(
         mesh | {ROW} if devices > 1 else mesh, spec.strategy.backward_axes & mesh if train else _NONE
     )
-    differing = [
-        _differing(weight)
-        for weight in jax.tree.leaves(weights, is_leaf=is_sharded)
-        for _ in jax.tree.leaves(weight)
-    ]
-    rows = jax.tree.leaves(map_batch(lambda _: frozenset(AXES), lambda _: _NONE, batch))
-    state = [_NONE] * len(model_state)
+    state = dict.fromkeys(inputs.model_state, _NONE)
     while True:
-        after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
-        if spec.zero.passes == 1 or not train or after[: len(state)] == state:
+        axes = branches.refuse_divergent(jaxpr, _differing(inputs, state))
+        found: Outcome[PyTree[Axes]] = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)[0]
+        after = state | found.model_state
+        if spec.zero.passes == 1 or not train or after == state:
             if devices > 1:
                 refuse_unmixed(jaxpr, devices, branches.mixed)
-            return after[len(state) :]
-        state = after[: len(state)]  # the next micro-batch begins with it
+            return found
+        state = after  # the next micro-batch begins with it
 
 
-def _differing(weight: object) -> Axes:
-    """The mesh axes along which the values of a weight in a model differ between devices."""
-    if not is_sharded(weight):
-        return DIFFERING["full"]
-    own_part = weight.leaf.parts > 1
-    return DIFFERING["secondary" if own_part and weight.weight.level == "full" else weight.weight.level]
+def _differing(inputs: Inputs, state: Mapping[str, Axes]) -> list[Axes]:
+    """The mesh axes along which the arrays of ``inputs`` differ between devices."""
+    equal = jax.tree.map(lambda _: _NONE, inputs)
+    weights = {path: _differing_weight(weight) for path, weight in inputs.given.weights.items()}
+    rows = map_batch(lambda _: frozenset(AXES), lambda _: _NONE, inputs.batch)
+    given = equal.given._replace(weights=weights)
+    return jax.tree.leaves(equal._replace(given=given, model_state=state, batch=rows))
 
 
-def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
-    """Check every use of ``Sharded`` weights in a program.
+def _differing_weight(weight: Weight) -> Weight:
+    """The same of a weight at its level; its scale is equal everywhere."""
+    in_part = weight.layout.parts > 1 if weight.level == "full" else weight.layout.in_every_node
+    level = "secondary" if in_part else weight.level
+    scale = None if weight.scale is None else _NONE
+    return dataclasses.replace(jax.tree.map(lambda _: DIFFERING[level], weight), scale=scale)
 
-    ``weights``, the program's first argument, are arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
+
+def refuse_reads(program: jax.stages.Traced) -> Counter[str]:
+    """Check every use of weights in a pass.
+
+    Returns:
+        The number of reads by units of each label; see ``_Labels``.
 
     Raises:
-        ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
+        ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the pass has assigned
+            to a whole weight; or it takes forward-mode derivatives through a unit.
     """
-    names: list[str | None] = []
-    for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
-        names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
-    names += [None] * (len(jaxpr.invars) - len(names))
+    jaxpr = program.jaxpr.jaxpr
     derivatives = (one for one in equations_within(jaxpr) if one.primitive.name == "custom_lin")
     if any(_RULES in one.params["bwd"].debug_info.func_src_info for one in derivatives):
         raise ConfigurationError(FORWARD_MODE)
-    for name in _Names(Counter()).follow(jaxpr, names):
-        if name is not None:
+    analysis = _Labels(Counter())
+    labels = analysis.follow(jaxpr, [None] * len(jaxpr.invars))
+    outcome: Outcome[PyTree[str]] = jax.tree.unflatten(jax.tree.structure(program.out_info), labels)[0]
+    for path, label in outcome.replaced.items():
+        if label != WHOLE + "/".join(path):
+            raise ConfigurationError(assigned("/".join(path), "the loss"))
+    for label in jax.tree.leaves((outcome.results, outcome.model_state)):
+        if label.startswith(SHARDED):
+            name = label.removeprefix(SHARDED)
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
+    return analysis.state
 
 
-def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping[Path, str]) -> None:
-    """Check that a program calls once, on every way through it, each stack that its backward pass updates.
+def refuse_calls(reads: Counter[str], stacks: Sequence[str]) -> None:
+    """Refuse a pass that does not call, on every way through it, each of the ``stacks`` once.
 
-    ``weights`` are as for ``refuse_reads``; ``stacks`` has the names of such stacks, by the path of one
-    weight of each.
+    Args:
+        reads: as ``refuse_reads`` returns them.
+        stacks: names of stacks that the backward pass updates.
 
     Raises:
-        ConfigurationError: it does not; the message names the stack.
+        ConfigurationError: naming the stack.
     """
-    held = filter(is_sharded, jax.tree.leaves(weights, is_leaf=is_sharded))
-    parts = [part for weight in held for part in (weight, *weight.adapter) if part.leaf.path in stacks]
-    # Of each stack one array is followed: a call reads all of them, some more than once.
-    sinks = {stacks[part.leaf.path]: part.sink for part in parts}
-    followed = {id(sink.squares): stack for stack, sink in sinks.items() if isinstance(sink, LayerState)}
-    if not followed:
-        return
-    names: list[str | None] = [followed.get(id(x)) for x in jax.tree.leaves(weights)]
-    names += [None] * (len(jaxpr.invars) - len(names))
-    analysis = _Names(Counter())
-    analysis.follow(jaxpr, names)
-    for stack in followed.values():
-        if not analysis.state[stack]:
+    for stack in stacks:
+        calls = reads[SHARDED + stack]
+        if not calls:
             raise ConfigurationError(
                 f"the loss does not call the Stack {stack!r}, whose layers are updated in their backward "
                 "pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
             )
-        if analysis.state[stack] > 1:
+        if calls > 1:
             raise ConfigurationError(
                 f"the loss calls the Stack {stack!r} more than once (a copy by nnx.clone counts), or in a "
                 "loop or one branch of several. A layer's gradient is then not final in its backward "
@@ -176,38 +215,36 @@ def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping
             )
 
 
-def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Mapping[Path, Any]) -> None:
-    """Refuse a program that changes weights outside units.
+class _Labels(Analysis[str | None, Counter[str]]):
+    """Weights by their ``checkpoint_name`` in the model, as long as they are only moved.
 
-    ``weights`` are as for ``refuse_reads``; ``replaced``, the program's last result, are weights that
-    transformations have returned, or assignments.
-
-    Raises:
-        ConfigurationError: the loss assigned to one; the message names it.
+    For each value the name of its weight, or None for all others; and the number of reads of each name by
+    units. ``Sharded`` weights that anything else reads are refused.
     """
-    entered = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(weights)]
-    left = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(replaced)]
-    if paths := changed(jaxpr, entered, left):
-        raise ConfigurationError(assigned("/".join(paths[0]), "the loss"))
-
-
-class _Names(Analysis[str | None, Counter[str]]):
-    """For each value the name of its weight, or None; and the number of reads of weights by each unit."""
 
     nothing = None
 
     def join(self, values: Iterable[str | None]) -> str | None:
-        return next(filter(None, values), None)
+        distinct = set(values)
+        sharded = sorted(label for label in distinct if label and label.startswith(SHARDED))
+        return sharded[0] if sharded else distinct.pop() if len(distinct) == 1 else None
 
     def step(self, equation: core.JaxprEqn, given: list[str | None]) -> list[str | None]:
-        name, weight = equation.primitive.name, self.join(given)
-        if equation.params.get("name") == READ_BY_UNIT:
+        primitive, name = equation.primitive.name, equation.params.get("name")
+        if primitive == "optimization_barrier":
+            return given
+        if primitive == "name" and str(name).startswith((SHARDED, WHOLE)):
+            return [given[0] or name]
+        sharded = self.join(label for label in given if label and label.startswith(SHARDED))
+        if name == READ_BY_UNIT:
             self.state = self.state + Counter(filter(None, given))
-            weight = None
-        if weight is None or name in MOVES:
-            return given if name == "optimization_barrier" else [weight] * len(equation.outvars)
-        where = line_of_equation(equation.source_info)
-        raise ConfigurationError(f"{read_outside(weight)} It was read by {name} at {where}.")
+        elif primitive in MOVES:
+            return [sharded or given[0]] * len(equation.outvars)
+        elif sharded:
+            where = line_of_equation(equation.source_info)
+            weight = sharded.removeprefix(SHARDED)
+            raise ConfigurationError(f"{read_outside(weight)} It was read by {primitive} at {where}.")
+        return [None] * len(equation.outvars)
 
     def merged(self, states: Sequence[Counter[str]]) -> Counter[str]:
         most, least = functools.reduce(operator.or_, states), functools.reduce(operator.and_, states)

@@ -19,12 +19,13 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters.adapter import Bound, ModelState
@@ -33,8 +34,8 @@ from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, as_encoded, as_floats, with_facts
-from zerojax.schedule.transforms import is_float
-from zerojax.schedule.unit import Sharded, materialise, numbered_calls
+from zerojax.schedule.transforms import Pullback, is_float
+from zerojax.schedule.unit import SHARDED, WHOLE, Sharded, is_sharded, materialise, numbered_calls
 from zerojax.schedule.user_code import InOneBranch, translated_errors
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
@@ -42,18 +43,15 @@ from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import Batch, have_rows, micro_batches, unmarked
 from zerojax.train.blocks import Blocks
 from zerojax.train.fields import Shards
-from zerojax.train.loss_checks import ROW, Axes, check_program
+from zerojax.train.loss_checks import ROW, Axes, Inputs, Outcome, Sinks, check_program
 from zerojax.train.pass_weights import ByPath, PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
-Sinks = Mapping[Path, Num[Array, "..."] | LayerState]
-"""By path, zeros whose cotangents are gradients, or arrays that the backward pass updates."""
 TOKENS = "tokens"
 type Placed = dict[Path, Any]
 """The weights in a loss function's model: per path, ``Sharded`` in units and whole elsewhere."""
-type Forward = Callable[[Placed, Sinks, ModelState, Batch, Seed], tuple[Array, Outcome]]
 _TRANSFORMED = (
     "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), or in "
     "one branch of several (nnx.cond). Its layers cannot be updated in their backward pass then: set "
@@ -73,24 +71,6 @@ class Sums(NamedTuple):
         totals = self.aux | {"loss": self.loss}
         means = {name: total / self.tokens for name, total in totals.items()}
         return means | ({TOKENS: self.tokens} if TOKENS in self.aux else {})
-
-
-class Outcome(NamedTuple):
-    """The results of forward passes, besides gradients.
-
-    Attributes:
-        sums: over this device's tokens.
-        model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
-            ``accumulate``, all of them.
-        replicas: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
-            ``TrainState.replicas``.
-        probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
-    """
-
-    sums: Sums
-    model_state: ModelState
-    replicas: ByPath
-    probes: list[Array]
 
 
 @dataclass(frozen=True)
@@ -123,9 +103,16 @@ class ModelPass:
             for path in (leaf.path for leaf in group.every):
                 sink = sinks.get(path)
                 update = self.rule if isinstance(sink, LayerState) else None
+                if isinstance(sink, LayerState) and path == group.leaves[0].path:
+                    # Units read this array once in each call of the stack.
+                    squares = checkpoint_name(sink.squares, f"{SHARDED}{group.unit}")
+                    sink = dataclasses.replace(sink, squares=squares)
                 sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, update=update)
             placed |= place_group(spec, group, sharded, train=self.train, adapters=self.adapters)
-        return placed
+        return {
+            path: checkpoint_name(weight, f"{SHARDED if is_sharded(weight) else WHOLE}{'/'.join(path)}")
+            for path, weight in placed.items()
+        }
 
     def call[T](
         self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed, run: Run[T]
@@ -150,7 +137,7 @@ class ModelPass:
 
     def forward(
         self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed
-    ) -> tuple[Array, Outcome]:
+    ) -> tuple[Array, Outcome[Sums]]:
         """The loss of one micro-batch times its tokens, and the pass's other results."""
         bound, (value, aux) = self.call(placed, sinks, model_state, batch, seed, self.loss)
         # The loss alone is differentiated, even if the number of tokens is computed from the weights.
@@ -162,43 +149,26 @@ class ModelPass:
         kept = (w.weight for w in left if w.weight.level == "secondary" and not w.leaf.frozen)
         replicas = {weight.layout.path: weight for weight in kept}
         probes = [w.probe for w in left if w.probe is not None]
-        return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, replicas, probes)
+        sums, replaced = lax.stop_gradient(sums), bound.replaced() if self.train else {}
+        return total, Outcome(sums, changed, replicas, probes, replaced)
 
     def forward_in_breadth(
         self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed
-    ) -> tuple[Array, Outcome]:
+    ) -> tuple[Array, Outcome[Sums]]:
         """``forward`` for all micro-batches at once. State is combined as it is over devices."""
         rows, at = micro_batches(batch, self.spec.zero.accumulate)
 
-        def forward(
-            rows: list[Array], index: Array
-        ) -> tuple[Array, Sums, ModelState, tuple[ByPath, list[Array]]]:
-            total, (sums, changed, updated, probes) = self.forward(
-                placed, sinks, model_state, at(rows), mix(seed, index)
-            )
-            return total, sums, changed, (updated, probes)
+        def forward(rows: list[Array], index: Array) -> tuple[Array, tuple[Any, ...]]:
+            total, outcome = self.forward(placed, sinks, model_state, at(rows), mix(seed, index))
+            return total, tuple(outcome)
 
-        run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
-        totals, sums, changed, (updated, probes) = run(rows, jnp.arange(self.spec.zero.accumulate))
+        run = over_micro_batches(forward, out_axes=(0, (0, 0, None, None, 0)))
+        totals, (sums, changed, *others) = run(rows, jnp.arange(self.spec.zero.accumulate))
         total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
         mean = jax.vmap(lambda x: mean_over(x, "micro"), axis_name="micro", out_axes=None)
         counts = {name: x.sum(0) for name, x in changed.items() if name in self.spec.adapter.counts}
         changed = {name: mean(x) if is_float(x) else x[0] for name, x in changed.items()} | counts
-        return total, Outcome(sums, changed, updated, probes)
-
-    def check(
-        self, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed, run: Run[Any]
-    ) -> list[Axes]:
-        """Trace a function of the model, and add nothing to the program; see ``check_program``."""
-        spec, train = self.spec, self.train
-
-        def traced(weights: Placed, model_state: ModelState, batch: Batch) -> PyTree[Array]:
-            bound, result = self.call(weights, sinks, model_state, batch, seed, run)
-            return bound.model_state(), result, bound.replaced() if train else {}
-
-        weights = jax.eval_shape(lambda: self.place(sinks, seed))
-        closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(weights, model_state, batch)
-        return check_program(spec, closed.jaxpr, weights, replaced, model_state, batch, train=train)
+        return total, Outcome(sums, changed, *others)
 
 
 def place_group(
@@ -239,7 +209,7 @@ def accumulate(
     batch: Batch,
     states: Mapping[Path, LayerState],
     rule: LayerUpdate | None = None,
-) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
+) -> tuple[Blocks, dict[Path, LayerState], Outcome[Sums]]:
     """Run forward and backward over this device's micro-batches.
 
     With a ``rule`` the backward pass updates the ``states``, by the path of their weights.
@@ -254,15 +224,19 @@ def accumulate(
     zero, model_state, seed = spec.zero, shards.model_state, shards.step_seed
     sinks: Sinks = zero_sinks(spec) | jax.tree.map(as_floats, dict(states))
     rows, at = micro_batches(batch, zero.accumulate)
-    first = at([x[0] for x in rows])
+    first = batch if zero.passes == 1 else at([x[0] for x in rows])
+    program = jax.jit(functools.partial(_linearised, spec), inline=True)
 
-    def checked(updating: Sequence[ParamGroup]) -> ModelPass:
-        model = ModelPass(spec, pass_weights(spec, shards, updating=updating), rule=rule)
-        model.check(sinks, model_state, first, seed, model.loss)
-        return model
+    def begin(updating: Sequence[ParamGroup]) -> tuple[Inputs, Outcome[Any]]:
+        """The first pass's inputs, and the shapes of its outcome; checks the pass."""
+        given = pass_weights(spec, shards, updating=updating)
+        inputs = Inputs(given, sinks, rule, model_state, first, mix(seed, 0))
+        traced = program.trace(*inputs)
+        check_program(spec, traced, inputs, train=True)
+        return inputs, traced.out_info[0]
 
     try:
-        model = checked(spec.updating)
+        inputs, shapes = begin(spec.updating)
     except (TraceContextError, InOneBranch) as error:
         if rule is not None:
             raise ConfigurationError(_TRANSFORMED) from error
@@ -271,24 +245,16 @@ def accumulate(
         # are refreshed before the pass, not in it.
         if not spec.updating:
             raise
-        model = checked(())
+        inputs, shapes = begin(())
 
-    def run(forward: Forward, model_state: ModelState, batch: Batch, seed: Seed) -> tuple[Outcome, Sinks]:
-        def loss(sinks: Sinks) -> tuple[Array, Outcome]:
-            total, outcome = forward(model.place(sinks, seed), sinks, model_state, batch, seed)
-            if rule is not None:
-                sums = over(spec.world.axes, outcome.sums)
-                facts = rule.facts(sums.loss / sums.tokens, sums.tokens)
-                total = with_facts(total, outcome.probes, facts)
-            return total, outcome
-
-        (_, outcome), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
+    def run(inputs: Inputs) -> tuple[Outcome[Sums], Sinks]:
+        outcome, vjp = program(*inputs)
+        (grads,) = vjp(jnp.ones_like(outcome.results.loss))
         return outcome, grads
 
     updated: ByPath = {}
     if zero.passes == 1:
-        forward = model.forward if zero.accumulate == 1 else model.forward_in_breadth
-        (sums, changed, updated, _), grads = run(forward, model_state, batch, mix(seed, 0))
+        (sums, changed, updated, *_), grads = run(inputs)
     else:
 
         def body(
@@ -296,33 +262,58 @@ def accumulate(
         ) -> tuple[tuple[tuple[Sinks, Sums, ModelState], ModelState], None]:
             total, before = carry
             rows, index = xs
-            outcome, grads = run(model.forward, model_state | before, at(rows), mix(seed, index))
+            own = inputs._replace(model_state=model_state | before, batch=at(rows), seed=mix(seed, index))
+            outcome, grads = run(own)
             counts = _counts(spec, outcome.model_state)
-            total = jax.tree.map(jnp.add, total, (grads, outcome.sums, counts))
+            total = jax.tree.map(jnp.add, total, (grads, outcome.results, counts))
             return (total, outcome.model_state | jax.tree.map(jnp.zeros_like, counts)), None
 
-        shapes, _ = jax.eval_shape(functools.partial(run, model.forward), model_state, first, seed)
         counted = _counts(spec, shapes.model_state)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes.sums, counted))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes.results, counted))
         before = {name: model_state[name] for name in shapes.model_state}
         (total, changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
         grads, sums, counts = total
         changed |= counts
     model_state = model_state | _shared(spec, changed)
-    replicas = {path: updated.get(path, replica) for path, replica in model.given.replicas.items()}
+    replicas = {path: updated.get(path, replica) for path, replica in inputs.given.replicas.items()}
     done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
     done = jax.tree.map(lambda x, before: as_encoded(x, before.dtype), done, dict(states))
     grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
-    return grads, done, Outcome(sums, model_state, replicas, [])
+    return grads, done, Outcome(sums, model_state, replicas, [], {})
+
+
+def _linearised(
+    spec: TrainSpec,
+    given: PassWeights,
+    sinks: Sinks,
+    rule: LayerUpdate | None,
+    model_state: ModelState,
+    batch: Batch,
+    seed: Seed,
+) -> tuple[Outcome[Sums], Pullback]:
+    """Run forward; returns the outcome, and the pullback from the loss's cotangent to the sinks'."""
+    model = ModelPass(spec, given, rule=rule)
+    forward = model.forward_in_breadth if spec.zero.accumulate > spec.zero.passes else model.forward
+
+    def loss(sinks: Sinks) -> tuple[Array, Outcome[Sums]]:
+        total, outcome = forward(model.place(sinks, seed), sinks, model_state, batch, seed)
+        if rule is not None:
+            sums = over(spec.world.axes, outcome.results)
+            facts = rule.facts(sums.loss / sums.tokens, sums.tokens)
+            total = with_facts(total, outcome.probes, facts)
+        return total, outcome
+
+    _, vjp, outcome = jax.vjp(loss, sinks, has_aux=True)
+    return outcome, cast(Pullback, vjp)
 
 
 def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
     """Run forward only; returns the sums over all devices."""
-    model = ModelPass(spec, pass_weights(spec, shards), train=False)
-    seed, sinks = shards.step_seed, zero_sinks(spec)
-    model.check(sinks, shards.model_state, batch, seed, model.loss)
-    _, outcome = model.forward(model.place(sinks, seed), sinks, shards.model_state, batch, seed)
-    return over(AXES, outcome.sums)
+
+    def forward(model: ModelPass, placed: Placed, *inputs: Any) -> Outcome[Sums]:
+        return model.forward(placed, *inputs)[1]
+
+    return over(AXES, _checked(spec, shards, batch, forward)[0])
 
 
 def predict[T: PyTree[Array]](
@@ -334,16 +325,14 @@ def predict[T: PyTree[Array]](
     Raises:
         ConfigurationError: an array has another leading axis, or differs between the devices of a row.
     """
-    model = ModelPass(spec, pass_weights(spec, shards), train=False, adapters=adapters)
-    seed, sinks = shards.step_seed, zero_sinks(spec)
 
-    def call(model: Any, batch: Batch, _: Array) -> T:
-        return fn(model, batch)
+    def call(model: ModelPass, placed: Placed, *inputs: Any) -> Outcome[T]:
+        _, result = model.call(placed, *inputs, run=lambda bound, batch, _: fn(bound, batch))
+        return Outcome(result, {}, {}, [], {})
 
-    differing = model.check(sinks, shards.model_state, batch, seed, call)
-    _, result = model.call(model.place(sinks, seed), sinks, shards.model_state, batch, seed, call)
+    result, differing = _checked(spec, shards, batch, call, adapters=adapters)
     rows = {x.shape[0] for x in itertools.compress(jax.tree.leaves(batch), have_rows(batch))}
-    for x, axes in zip(jax.tree.leaves(result), differing, strict=True):
+    for x, axes in zip(jax.tree.leaves(result), jax.tree.leaves(differing), strict=True):
         if ROW in axes:
             raise ConfigurationError(
                 f"predict_step: fn returned an array of shape {jnp.shape(x)} that differs between the "
@@ -356,6 +345,34 @@ def predict[T: PyTree[Array]](
                 "a device: the leading axis of each result is the batch."
             )
     return result
+
+
+def _checked[T](
+    spec: TrainSpec,
+    shards: Shards,
+    batch: Batch,
+    run: Callable[..., Outcome[T]],
+    *,
+    adapters: bool = True,
+) -> tuple[T, PyTree[Axes]]:
+    """Run a pass without a backward pass; returns its results, and the axes along which they differ.
+
+    ``run`` is called with the model, the placed weights, and the arguments of ``ModelPass.forward``.
+    """
+
+    def program(
+        given: PassWeights, sinks: Sinks, _: None, model_state: ModelState, batch: Batch, seed: Seed
+    ) -> tuple[Outcome[T]]:
+        model = ModelPass(spec, given, train=False, adapters=adapters)
+        return (run(model, model.place(sinks, seed), sinks, model_state, batch, seed),)
+
+    compiled = jax.jit(program, inline=True)
+    inputs = Inputs(
+        pass_weights(spec, shards), zero_sinks(spec), None, shards.model_state, batch, shards.step_seed
+    )
+    differing = check_program(spec, compiled.trace(*inputs), inputs, train=False)
+    (outcome,) = compiled(*inputs)
+    return outcome.results, differing.results
 
 
 def _shared(spec: TrainSpec, model_state: ModelState) -> ModelState:
