@@ -34,8 +34,8 @@ from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.memory import device_bytes
+from zerojax.train.model_pass import place_group
 from zerojax.train.pass_weights import ByPath
-from zerojax.train.passes import place_group
 from zerojax.train.replica import per_node, replicas_in_node
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
@@ -53,6 +54,7 @@ from zerojax.schedule.transforms import (
     with_float0,
 )
 from zerojax.schedule.unit import (
+    CALLED,
     Arrays,
     Body,
     Sharded,
@@ -114,6 +116,11 @@ def scan_units(
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
     bodies = tuple(on_operands(kind.body, kind.weights) for kind in kinds)
+    for unit in units:
+        if unit.update is not None:
+            first, *others = jax.tree.leaves(x)
+            first = checkpoint_name(first, CALLED + unit.weights[0].layout.name)
+            x = jax.tree.unflatten(jax.tree.structure(x), [first, *others])
 
     def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""

@@ -54,6 +54,8 @@ SHARDED = "zerojax: the sharded weight "
 """The ``checkpoint_name`` of a ``Sharded`` weight's arrays in a model, with the weight's name behind it."""
 WHOLE = "zerojax: the whole weight "
 """The ``checkpoint_name`` of a whole weight in a model, with the weight's name behind it."""
+CALLED = "zerojax: a call of the stack with "
+"""The ``checkpoint_name`` of the input of a stack that its backward pass updates, with a weight's name."""
 
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 

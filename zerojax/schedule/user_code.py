@@ -43,6 +43,7 @@ _COMBINED = (
 # Fragments of JAX's messages about transformations that units do not support, with the messages to show.
 _TRANSLATIONS = {
     "can't apply forward-mode": FORWARD_MODE,
+    "'custom_lin' not implemented": FORWARD_MODE,
     "does not support reverse-mode autodiff": (
         "a loss cannot contain a gradient through a unit or a Stack for micro-batches in breadth: set "
         'accumulate_order="depth".'
@@ -67,12 +68,12 @@ def translated_errors() -> Generator[None]:
     errors.
 
     Raises:
-        ConfigurationError: for such an IndexError, TypeError or ValueError.
+        ConfigurationError: for such an IndexError, NotImplementedError, TypeError or ValueError.
         InOneBranch: for an error about branches.
     """
     try:
         yield
-    except (IndexError, TypeError, ValueError) as error:
+    except (IndexError, NotImplementedError, TypeError, ValueError) as error:
         if not is_library_error(error):
             raise
         if isinstance(error, IndexError):

@@ -32,8 +32,9 @@ from zerojax.train.batch import Batch, batch_specs
 from zerojax.train.blocks import Blocks, to_owners
 from zerojax.train.fields import Shards, Trained, field_specs, shard_specs
 from zerojax.train.host_update import updated_by_layers
+from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
-from zerojax.train.passes import Sums, accumulate, over
+from zerojax.train.passes import accumulate
 from zerojax.train.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Exchange:
         Returns:
             ``gradients``, ``sums`` and ``exchanged`` of ``Passed``.
         """
-        return to_tree(gradients), over(self.spec.training.world.axes, sums), started
+        return to_tree(gradients), sums.over(self.spec.training.world.axes), started
 
     def update(self, state: "TrainState", passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``updated``; with an axis of nodes if each node has its own weights."""

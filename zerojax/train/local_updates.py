@@ -52,8 +52,8 @@ from zerojax.train.fields import (
     field_specs,
 )
 from zerojax.train.fragment_hops import FragmentHops, Outer, Pieces, Sent
+from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
-from zerojax.train.passes import Sums
 from zerojax.train.spec import TrainSpec
 
 if TYPE_CHECKING:

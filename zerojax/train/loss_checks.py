@@ -1,11 +1,11 @@
-"""Checks of a traced loss or another function of the model, before it is compiled.
+"""Checks of a traced pass, before it is differentiated or compiled.
 
 **Reads of weights.** In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are shards,
 zeros and random seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``,
 ``module.variables["params"]``, an optax norm) would compute with those. The tree itself cannot prevent it,
-since transformations have to slice, stack and pass on the same arrays. So the traced program is checked: only
-a unit, which marks them by ``zerojax.schedule.unit.read_by_unit``, may use the arrays of a ``Sharded``
-value.
+since transformations have to slice, stack and pass on the same arrays. So the traced program is checked, in
+which weights have checkpoint names: only a unit, which marks them by ``zerojax.schedule.unit.read_by_unit``,
+may use the arrays of a ``Sharded`` value.
 
 **Branches.** A unit's weights are gathered from all devices. If a device does not take the branch that calls
 the unit, or leaves a loop before the others, the others wait for it forever. So the condition of such a
@@ -26,27 +26,22 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 from jax.extend import core
-from jaxtyping import Array, Num, PyTree
+from jaxtyping import PyTree
 
 from zerojax import schedule
-from zerojax.adapters.adapter import ModelState
 from zerojax.adapters.loss import ATTENDED, IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.dataflow import MOVES, Analysis, equations_within
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.layer_update import LayerState, LayerUpdate
-from zerojax.schedule.unit import READ_BY_UNIT, SHARDED, WHOLE
+from zerojax.schedule.unit import CALLED, READ_BY_UNIT, SHARDED, WHOLE
 from zerojax.schedule.user_code import FORWARD_MODE, assigned, line_of_equation, read_outside
 from zerojax.sharding.mesh import AXES, LOCAL
-from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
-from zerojax.sharding.wire_format import Seed
 from zerojax.train.batch import Batch, map_batch
-from zerojax.train.pass_weights import ByPath, PassWeights
+from zerojax.train.model_pass import RETURNED, ModelPass, Outcome
 from zerojax.train.spec import TrainSpec
 from zerojax.weights import Weight
 
@@ -66,77 +61,31 @@ _EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "
 _BRANCHES = {"cond": "jax.lax.cond or switch", "while": "jax.lax.while_loop"}
 
 
-Sinks = Mapping[Path, Num[Array, "..."] | LayerState]
-"""By path, zeros whose cotangents are gradients, or arrays that the backward pass updates."""
-
-
-class Inputs(NamedTuple):
-    """The arguments of a pass.
-
-    Attributes:
-        given: the weights with which it begins.
-        sinks: of the trained weights.
-        rule: how the backward pass updates weights whose sinks are ``LayerState``s.
-        model_state: ``TrainState.model_state``.
-        batch: this device's rows, of one micro-batch or of all.
-        seed: salts random bits.
-    """
-
-    given: PassWeights
-    sinks: Sinks
-    rule: LayerUpdate | None
-    model_state: ModelState
-    batch: Batch
-    seed: Seed
-
-
-class Outcome[T](NamedTuple):
-    """The results of passes, besides gradients.
-
-    Attributes:
-        results: sums over this device's tokens, or the results of another function of the model.
-        model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
-            ``accumulate``, all of them.
-        replicas: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
-            ``TrainState.replicas``.
-        probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
-        replaced: from one pass, the weights outside units that other arrays replaced, even of equal values.
-    """
-
-    results: T
-    model_state: ModelState
-    replicas: ByPath
-    probes: list[Array]
-    replaced: dict[Path, Num[Array, "..."]]
-
-
-def check_program(
-    spec: TrainSpec, program: jax.stages.Traced, inputs: Inputs, *, train: bool
-) -> Outcome[PyTree[Axes]]:
+def check_program(model: ModelPass, batch: Batch, program: jax.stages.Traced) -> Outcome[PyTree[Axes]]:
     """Refuse a pass that reads weights of units outside their calls, assigns to weights, calls units on some
     devices only, or shares rows in part.
 
     Args:
-        spec: the train spec.
-        program: traced with ``inputs``. Returns a tuple that begins with the ``Outcome``.
-        inputs: of the first micro-batch, if there are several passes.
-        train: whether the backward pass follows.
+        model: as the pass begins.
+        batch: of the first micro-batch, if there are several passes.
+        program: a function of the model, the batch and a seed. Its results begin with an ``Outcome``.
 
     Returns:
         For each array of the outcome the axes along which it differs; see ``Branches.refuse_divergent``.
     """
-    jaxpr, reads = program.jaxpr.jaxpr, refuse_reads(program)
-    if inputs.rule is not None:
-        refuse_calls(reads, [str(group.unit) for group in spec.updated_in_backward])
+    spec, train, jaxpr = model.spec, model.train, program.jaxpr.jaxpr
+    calls = refuse_reads(program)
+    if model.rule is not None:
+        refuse_calls(calls, spec)
     devices, mesh = spec.zero.sequence_parallel, frozenset(spec.axes)
     if devices > 1:
         refuse_unshared(jaxpr, devices)
     branches = Branches(
         mesh | {ROW} if devices > 1 else mesh, spec.strategy.backward_axes & mesh if train else _NONE
     )
-    state = dict.fromkeys(inputs.model_state, _NONE)
+    state = dict.fromkeys(model.model_state, _NONE)
     while True:
-        axes = branches.refuse_divergent(jaxpr, _differing(inputs, state))
+        axes = branches.refuse_divergent(jaxpr, _differing(model, batch, state))
         found: Outcome[PyTree[Axes]] = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)[0]
         after = state | found.model_state
         if spec.zero.passes == 1 or not train or after == state:
@@ -146,13 +95,13 @@ def check_program(
         state = after  # the next micro-batch begins with it
 
 
-def _differing(inputs: Inputs, state: Mapping[str, Axes]) -> list[Axes]:
-    """The mesh axes along which the arrays of ``inputs`` differ between devices."""
-    equal = jax.tree.map(lambda _: _NONE, inputs)
-    weights = {path: _differing_weight(weight) for path, weight in inputs.given.weights.items()}
-    rows = map_batch(lambda _: frozenset(AXES), lambda _: _NONE, inputs.batch)
+def _differing(model: ModelPass, batch: Batch, state: Mapping[str, Axes]) -> list[Axes]:
+    """The mesh axes along which the arguments of a program differ between devices; a seed does not."""
+    equal = jax.tree.map(lambda _: _NONE, model)
+    weights = {path: _differing_weight(weight) for path, weight in model.given.weights.items()}
     given = equal.given._replace(weights=weights)
-    return jax.tree.leaves(equal._replace(given=given, model_state=state, batch=rows))
+    rows = map_batch(lambda _: frozenset(AXES), lambda _: _NONE, batch)
+    return jax.tree.leaves((dataclasses.replace(equal, given=given, model_state=state), rows, _NONE))
 
 
 def _differing_weight(weight: Weight) -> Weight:
@@ -167,7 +116,7 @@ def refuse_reads(program: jax.stages.Traced) -> Counter[str]:
     """Check every use of weights in a pass.
 
     Returns:
-        The number of reads by units of each label; see ``_Labels``.
+        The number of calls of stacks; see ``_Labels``.
 
     Raises:
         ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the pass has assigned
@@ -183,31 +132,27 @@ def refuse_reads(program: jax.stages.Traced) -> Counter[str]:
     for path, label in outcome.replaced.items():
         if label != WHOLE + "/".join(path):
             raise ConfigurationError(assigned("/".join(path), "the loss"))
-    for label in jax.tree.leaves((outcome.results, outcome.model_state)):
-        if label.startswith(SHARDED):
-            name = label.removeprefix(SHARDED)
-            raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
     return analysis.state
 
 
-def refuse_calls(reads: Counter[str], stacks: Sequence[str]) -> None:
-    """Refuse a pass that does not call, on every way through it, each of the ``stacks`` once.
+def refuse_calls(calls: Counter[str], spec: TrainSpec) -> None:
+    """Refuse a pass that does not call, on every way through it, each stack that is updated there once.
 
     Args:
-        reads: as ``refuse_reads`` returns them.
-        stacks: names of stacks that the backward pass updates.
+        calls: as ``refuse_reads`` returns them.
+        spec: the train spec.
 
     Raises:
         ConfigurationError: naming the stack.
     """
-    for stack in stacks:
-        calls = reads[SHARDED + stack]
-        if not calls:
+    for group in spec.updated_in_backward:
+        stack, count = group.unit, sum(calls[CALLED + leaf.name] for leaf in group.leaves)
+        if not count:
             raise ConfigurationError(
                 f"the loss does not call the Stack {stack!r}, whose layers are updated in their backward "
                 "pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
             )
-        if calls > 1:
+        if count > 1:
             raise ConfigurationError(
                 f"the loss calls the Stack {stack!r} more than once (a copy by nnx.clone counts), or in a "
                 "loop or one branch of several. A layer's gradient is then not final in its backward "
@@ -218,8 +163,8 @@ def refuse_calls(reads: Counter[str], stacks: Sequence[str]) -> None:
 class _Labels(Analysis[str | None, Counter[str]]):
     """Weights by their ``checkpoint_name`` in the model, as long as they are only moved.
 
-    For each value the name of its weight, or None for all others; and the number of reads of each name by
-    units. ``Sharded`` weights that anything else reads are refused.
+    For each value the name of its weight, or None for all others; and the number of calls of stacks that the
+    backward pass updates. ``Sharded`` weights that anything but a unit reads are refused.
     """
 
     nothing = None
@@ -230,25 +175,25 @@ class _Labels(Analysis[str | None, Counter[str]]):
         return sharded[0] if sharded else distinct.pop() if len(distinct) == 1 else None
 
     def step(self, equation: core.JaxprEqn, given: list[str | None]) -> list[str | None]:
-        primitive, name = equation.primitive.name, equation.params.get("name")
+        primitive, name = equation.primitive.name, str(equation.params.get("name"))
         if primitive == "optimization_barrier":
             return given
-        if primitive == "name" and str(name).startswith((SHARDED, WHOLE)):
-            return [given[0] or name]
+        if name.startswith((SHARDED, WHOLE)):
+            return [name]
+        if name.startswith(CALLED):
+            self.state = self.state + Counter([name])
         sharded = self.join(label for label in given if label and label.startswith(SHARDED))
-        if name == READ_BY_UNIT:
-            self.state = self.state + Counter(filter(None, given))
-        elif primitive in MOVES:
+        if primitive in MOVES:
             return [sharded or given[0]] * len(equation.outvars)
-        elif sharded:
-            where = line_of_equation(equation.source_info)
-            weight = sharded.removeprefix(SHARDED)
-            raise ConfigurationError(f"{read_outside(weight)} It was read by {primitive} at {where}.")
+        if sharded and name != READ_BY_UNIT:
+            where = f"read by {primitive} at {line_of_equation(equation.source_info)}"
+            where = "returned by the loss function" if name == RETURNED else where
+            raise ConfigurationError(f"{read_outside(sharded.removeprefix(SHARDED))} It was {where}.")
         return [None] * len(equation.outvars)
 
     def merged(self, states: Sequence[Counter[str]]) -> Counter[str]:
         most, least = functools.reduce(operator.or_, states), functools.reduce(operator.and_, states)
-        # What some branches do not read is read neither once nor never.
+        # What some branches do not call is called neither once nor never.
         return least + _times(2, most - least)
 
     def repeated(self, equation: core.JaxprEqn, before: Counter[str]) -> Counter[str]:
@@ -256,8 +201,8 @@ class _Labels(Analysis[str | None, Counter[str]]):
         return before + _times(rounds, self.state - before)
 
 
-def _times(factor: int, reads: Counter[str]) -> Counter[str]:
-    return Counter({name: factor * count for name, count in reads.items()})
+def _times(factor: int, calls: Counter[str]) -> Counter[str]:
+    return Counter({name: factor * count for name, count in calls.items()})
 
 
 class Branches(Analysis[Axes, None]):
