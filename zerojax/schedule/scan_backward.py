@@ -164,10 +164,10 @@ class _BackwardPass:
         )
         parts = [partition(residuals, in_host) for residuals in kept.residuals]
         self.on_host, self.on_device, self.join = zip(*parts, strict=True)
-        each = zip(args.units, weights, self.on_device, self.order.counts, facts, strict=True)
+        each = zip(args.units, self.queue.reductions, self.on_device, self.order.counts, facts, strict=True)
         self.storage = tuple(
-            _storage(unit, own, residuals, count - self.order.uniform, probed, zero)
-            for unit, own, residuals, count, probed in each
+            _storage(unit, reduction, residuals, count - self.order.uniform, probed, zero)
+            for unit, reduction, residuals, count, probed in each
         )
 
     def run(self) -> Cotangents:
@@ -302,7 +302,12 @@ def _stood_in(unit: Unit, gathered: Weights) -> Weights:
 
 
 def _storage(
-    unit: Unit, weights: Weights, residuals: list[Array], rows: int, facts: list[Array], zero: Index
+    unit: Unit,
+    reduction: GradientReduction,
+    residuals: list[Array],
+    rows: int,
+    facts: list[Array],
+    zero: Index,
 ) -> SumStorage | SeparateSums | UpdatedLayers:
     """The storage for gradient sums of the layers of a kind."""
     if unit.update is not None:
@@ -311,8 +316,7 @@ def _storage(
     arrays = tuple(sink for sink in unit.sinks if not isinstance(sink, LayerState))
     if unit.strategy.reads_layers:
         return SeparateSums(arrays)
-    dtypes = GradientReduction.of(unit.strategy, [w.layout for w in weights]).sum_dtypes
-    return SumStorage(residuals, arrays, rows, dtypes)
+    return SumStorage(residuals, arrays, rows, reduction.sum_dtypes)
 
 
 def _encoded_weights(
