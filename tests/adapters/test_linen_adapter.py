@@ -185,6 +185,37 @@ def test_a_loss_uses_the_model_as_it_would_use_the_module(loss, units):
         np.testing.assert_allclose(state.model_state[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+class Sower(linen.Module):
+    """A unit that appends to a collection in every call, and keeps a variable of two arrays."""
+
+    @linen.compact
+    def __call__(self, x):
+        calls = self.variable("calls", "both", lambda: (jnp.int32(0), jnp.zeros(2)))
+        if not self.is_initializing():
+            calls.value = calls.value[0] + 1, calls.value[1] + jnp.array([1.0, 2.0])
+        self.sow("losses", "size", jnp.mean(x**2))
+        return linen.Dense(WIDTH)(x)
+
+
+@pytest.mark.parametrize("units", [(Sower,), ()], ids=["unit", "whole"])
+@pytest.mark.filterwarnings("ignore:no unit is named")
+def test_sown_values_live_for_one_call_and_variables_hold_trees(units):
+    def loss(model: Any, batch: Any) -> jax.Array:
+        out, changed = model(batch["x"], mutable=["calls", "losses"])
+        (size,) = changed["losses"]["layers_0"]["size"]
+        return error(out, batch) + size
+
+    state = create(loss, units, linen.Sequential([Sower()]))
+    kernel = jnp.asarray(masters(state)["layers_0"]["Dense_0"]["kernel"])
+    wanted = error(BATCH["x"] @ kernel, BATCH) + jnp.mean(BATCH["x"] ** 2)
+    state, metrics = zerojax.train_step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    state, _ = zerojax.train_step(state, BATCH)
+    count, sums = (state.model_state[f"calls/layers_0/both/{index}"] for index in range(2))
+    assert count == 2
+    assert sums.tolist() == [2.0, 4.0]
+
+
 def test_units_gather_for_each_method_and_for_a_part_of_them():
     def gathers(loss: Any) -> int:
         report = zerojax.comm_report(create(loss), BATCH)

@@ -179,6 +179,15 @@ def test_programs_in_order_compute_the_same(program):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(got)(*xs), jax.jit(wanted)(*xs))
 
 
+def test_empty_arguments_do_not_crash_the_compiler():
+    """As in plain JAX 0.11.2, where a process that compiles such a program ends."""
+    mesh = zerojax.make_mesh(2, 1)
+    run = on_mesh(lambda x, y: (x, x.sum() + gathered(y)), mesh, in_specs=SPEC, out_specs=SPEC)
+    empty, after = jax.jit(run)(np.zeros((4, 0), "f4"), np.ones(4, "f4"))
+    assert empty.shape == (4, 0)
+    assert after.sum() == 4
+
+
 def conflicts(eqns):
     """How many pairs of collectives, or of loops and other blocks with some, do not wait for each other."""
     ours = [eqn for eqn in eqns if communicates(eqn) and not_empty(eqn.outvars)]

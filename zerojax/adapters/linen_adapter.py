@@ -18,7 +18,6 @@ from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Paramete
 from zerojax.adapters.linen_model import (
     ANOTHER_AXIS,
     PARAMS,
-    PASSING,
     BoundModel,
     InScope,
     UncreatedModel,
@@ -31,7 +30,7 @@ from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import Arrays, Sharded
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.param_tree import Path
 
 Units = dict[Path, tuple[tuple[int, ...], set[type]]]
 """The units of a model: per module path, the ``Parameter.stack`` and the classes."""
@@ -136,7 +135,8 @@ class LinenAdapter(Adapter):
         return functools.partial(self._module.apply, self._variables(weights, model_state))
 
     def _variables(self, weights: Given, model_state: ModelState) -> Variables:
-        rest = to_tree({path: model_state[name] for name, path in self._state.items()})
+        state = {name: tree for name, tree in self._created.items() if name != PARAMS}
+        rest = jax.tree.unflatten(jax.tree.structure(state), [model_state[name] for name in self._state])
         params = meta.unbox(self._created[PARAMS])
         boxed = [InScope(**vars(x)) if isinstance(x := weights[p], Sharded) else x for p in by_path(params)]
         return {PARAMS: jax.tree.unflatten(jax.tree.structure(params), boxed), **rest}
@@ -198,8 +198,8 @@ def _check_units(units: tuple[type, ...], found: Units, weights: Collection[Path
 
 def _split(variables: Variables) -> tuple[dict[Path, Array], dict[Path, Array]]:
     """The parameters by path, and the state that is kept between calls by path."""
-    state = {name: value for name, value in variables.items() if name not in {PARAMS, *PASSING}}
-    return by_path(meta.unbox(variables.get(PARAMS, {}))), from_tree(state)
+    state = {name: value for name, value in variables.items() if name != PARAMS}
+    return by_path(meta.unbox(variables.get(PARAMS, {}))), by_path(state)
 
 
 def _stack(name: str, whole: Array, sliced: Array) -> tuple[int, ...]:

@@ -199,13 +199,34 @@ class UncreatedModel(LinenModel):
             cast(Variables, variables),
             is_leaf=lambda x: isinstance(x, meta.AxisMetadata),
         )
-        kept = {name: value for name, value in opened.items() if name not in PASSING}
+        variables = meta.unbox(opened)
+        passing = PASSING | self._appended(variables, args, kwargs)
+        kept = {name: value for name, value in opened.items() if name not in passing}
         self.boxed = to_tree({**from_tree(kept), **from_tree(self.boxed)})
         self.variables = _NotYet(meta.unbox(self.boxed).items())
-        variables = meta.unbox(opened)
         if mutable is None or mutable is False:
             return out
         return out, {name: value for name, value in variables.items() if in_filter(mutable, name)}
+
+    def _appended(
+        self, variables: Variables, args: tuple[PyTree, ...], kwargs: Mapping[str, Any]
+    ) -> frozenset[str]:
+        """The collections to which each call appends (``Module.sow``), and which thus live for one call."""
+        state = {name: value for name, value in variables.items() if name not in {PARAMS, *PASSING}}
+        values = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, tuple))
+        if not any(isinstance(value, tuple) for value in values):
+            return frozenset()
+
+        def again() -> Mapping[str, PyTree]:
+            rest = DenyList(PARAMS)
+            return self._module.apply(variables, *args, rngs=self._rngs, mutable=rest, **kwargs)[1]
+
+        longer = jax.eval_shape(again)
+        return frozenset(
+            name
+            for name, value in state.items()
+            if jax.tree.structure(value) != jax.tree.structure(longer[name])
+        )
 
     def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         """As ``BoundModel.apply``; without parameters it creates them."""
@@ -240,9 +261,11 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def by_path(params: PyTree) -> dict[Path, Any]:
-    """Parameters by path; a parameter that holds a pytree counts as one for each leaf."""
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Sharded | ExpertBox))
+def by_path(variables: PyTree) -> dict[Path, Any]:
+    """Variables by path; a variable that holds a pytree counts as one for each leaf."""
+    found = jax.tree_util.tree_leaves_with_path(
+        variables, is_leaf=lambda x: isinstance(x, Sharded | ExpertBox)
+    )
     return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in found}
 
 

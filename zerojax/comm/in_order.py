@@ -40,10 +40,16 @@ def on_mesh[*Args, T: PyTree[Array]](
     platform = "cpu" if on_cpu else "cuda" if on_gpus(mesh.devices.flat) else None
 
     def on_platform(*args: *Args) -> T:
+        args = jax.tree.map(_unread_if_empty, args)
         with pallas_kernels.for_platform(platform):
             return in_order(run)(*args) if on_cpu else run(*args)
 
     return jax.shard_map(on_platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _unread_if_empty(x: Array) -> Array:
+    """An array that replaces an empty argument: XLA crashes on programs that read one (jaxlib 0.11.2)."""
+    return x if x.size else jnp.empty_like(x)
 
 
 def one_at_a_time[T](mesh: Mesh, results: T) -> T:
