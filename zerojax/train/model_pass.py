@@ -130,7 +130,9 @@ class ModelPass:
         own = mix(seed, lax.axis_index(AXES))
         key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
         bound = spec.adapter.bind(placed, self.model_state, train=self.train, key=key)
-        weights = self.given.masters, self.sinks, spec.strategy.grad_level
+        # ``jax.jit`` sorts paths; ``zerojax.weight_sum`` adds the weights up in the model's order.
+        masters = {leaf.path: self.given.masters[leaf.path] for leaf in spec.leaves}
+        weights = masters, self.sinks, spec.strategy.grad_level
         context = LossContext(bound.model, *weights, spec.axes, spec.zero.sequence_parallel)
         with running_loss(context), numbered_calls(), translated_errors():
             return bound, checkpoint_name(run(bound.model, unmarked(batch), key), RETURNED)
