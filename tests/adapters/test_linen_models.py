@@ -263,14 +263,30 @@ def test_a_parameter_is_a_pytree():
     assert distance(masters(state), moved) < 1e-6
 
 
-def test_a_unit_that_only_calls_what_it_is_given_is_refused():
-    class Sequence(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Sequential([linen.Dense(WIDTH), linen.Dense(1)])(x)
+class Calls(linen.Module):
+    """A unit that calls a module which it gets, besides its own."""
 
-    with pytest.raises(zerojax.ZeroError, match=r"Sequential has no parameters of its own.*name their class"):
-        create(Sequence(), (linen.Sequential,))
+    given: linen.Module
+
+    @linen.compact
+    def __call__(self, x):
+        return self.given(linen.Dense(WIDTH)(x))
+
+
+class Shares(linen.Module):
+    """Two units with a module in common."""
+
+    @linen.compact
+    def __call__(self, x):
+        common = linen.Dense(WIDTH)
+        return linen.Dense(1)(Calls(common)(Calls(common)(x)))
+
+
+def test_a_unit_that_calls_modules_of_others_is_refused():
+    with pytest.raises(
+        zerojax.ZeroError, match=r"unit 'Calls_\d' calls the module .Dense_\d., .* outside of it\."
+    ):
+        create(Shares(), (Calls,))
 
 
 class Boxed(linen.Module):

@@ -149,6 +149,7 @@ class LinenAdapter(Adapter):
 
     def _find_units(self, weights: dict[Path, Array]) -> Units:
         found: Units = {}
+        running: list[Path] = []  # the unit whose method runs, if any
 
         def intercept(
             run: Callable[..., Arrays],
@@ -157,6 +158,8 @@ class LinenAdapter(Adapter):
             context: InterceptorContext,
         ) -> Arrays:
             module = context.module
+            if running:
+                _refuse_from_outside(running[0], module)
             kinds = {cls for cls in self._units if isinstance(module, cls)}
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
             if kinds and outermost and any(is_method(cls, context) for cls in type(module).__mro__):
@@ -169,7 +172,13 @@ class LinenAdapter(Adapter):
                         "are not; scan them all over axis 0 (variable_axes={'params': 0})."
                     )
                 found[module.path] = (stacks.pop() if stacks else (), kinds)
-            return run(*args, **kwargs)
+            if running or module.path not in found:
+                return run(*args, **kwargs)
+            running.append(module.path)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                running.pop()
 
         def look(weights: Given, model_state: ModelState, batch: PyTree[Array]) -> Array:
             variables = self._variables(weights, model_state)
@@ -181,6 +190,16 @@ class LinenAdapter(Adapter):
         return found
 
 
+def _refuse_from_outside(unit: Path, module: linen.Module) -> None:
+    """Refuse a module that a unit calls, and whose variables are not the unit's."""
+    if module.path[: len(unit)] != unit and module.variables:
+        raise ConfigurationError(
+            f"unit {'/'.join(unit)!r} calls the module {'/'.join(module.path)!r}, which was made outside of "
+            "it. So the unit lacks its weights: make the module within the unit, or name a class in "
+            "ZeroConfig.units that makes both."
+        )
+
+
 def _check_units(units: tuple[type, ...], found: Units, weights: Collection[Path]) -> None:
     """Refuse a unit class that does not occur in the model, or that has no parameters there."""
     holding = {path[:depth] for path in weights for depth in range(len(path))}
@@ -189,11 +208,7 @@ def _check_units(units: tuple[type, ...], found: Units, weights: Collection[Path
         if not modules:
             raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
         if holding.isdisjoint(modules):
-            raise ConfigurationError(
-                f"ZeroConfig.units: {cls.__name__} has no parameters of its own. The modules that it gets "
-                "belong to the module that makes them: name their classes, or make them within "
-                f"{cls.__name__}."
-            )
+            raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} has no parameters: leave it out.")
 
 
 def _split(variables: Variables) -> tuple[dict[Path, Array], dict[Path, Array]]:
