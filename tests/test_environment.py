@@ -1,6 +1,5 @@
 """tests/helpers/environment.py: what the tests find, and what pytest refuses before it collects any."""
 
-import os
 import subprocess
 import sys
 
@@ -14,12 +13,14 @@ def test_platforms_with_cpus_are_accepted(monkeypatch: pytest.MonkeyPatch, platf
     check_platforms()
 
 
-def test_pytest_names_the_platforms_that_the_tests_need() -> None:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests/pallas_kernels"]
-    env = os.environ | {"JAX_PLATFORMS": "cuda"}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert done.stderr.strip().endswith("Run JAX_PLATFORMS=cuda,cpu pytest -m gpu"), done.stderr
+def test_pytest_names_the_platforms_that_the_tests_need(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    tests = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert tests is not None
+    with pytest.raises(pytest.UsageError, match=r"Run JAX_PLATFORMS=cuda,cpu pytest -m gpu$"):
+        tests.pytest_configure(pytestconfig)
 
 
 WITHOUT = """

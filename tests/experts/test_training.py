@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from core_models import begun
 from flax import nnx
 from jax import Array
 from plain_loop import distance
@@ -98,10 +99,9 @@ def trained(tx: Any, nodes: int, local: int, **zero: Any) -> tuple[zerojax.Train
     """The state after all batches, and their losses."""
     config = zerojax.ZeroConfig(compute_dtype="float32", **zero)
     mesh = zerojax.make_mesh(nodes, local)
-    state = zerojax.TrainState.create(create, tx, loss, mesh=mesh, zero=config, seed=0)
-    state = zerojax.put_params(
-        state, nnx.to_pure_dict(nnx.state(create(nnx.Rngs(jax.random.key(0))), nnx.Param))
-    )
+    state = zerojax.TrainState.abstract(create, tx, loss, mesh=mesh, zero=config)
+    weights = nnx.to_pure_dict(nnx.state(create(nnx.Rngs(jax.random.key(0))), nnx.Param))
+    state = begun(state, weights)
     losses = []
     for batch in batches():
         state, metrics = zerojax.train_step(state, batch)

@@ -78,9 +78,15 @@ ALONE = (1, 1), "compute"
 
 
 @functools.cache
+def begun(name: str, mesh: tuple[int, int] = (1, 1)) -> zerojax.TrainState:
+    """The state of a model on a mesh; generation leaves it as it is."""
+    return create(MODELS[name], *mesh)
+
+
+@functools.cache
 def wanted(name: str, count: int = 7):
     """A model's greedy answers, and a stop token that ends some of them early."""
-    free = greedy(zerojax.gather_model(create(MODELS[name], 1, 1)), prompts(), count)
+    free = greedy(zerojax.gather_model(begun(name)), prompts(), count)
     tokens = [token for answer, _ in free for token in answer]
     stop = max(set(tokens), key=lambda token: sum(token in answer[1:-1] for answer, _ in free))
     ends = [answer.index(stop) + 1 if stop in answer else count for answer, _ in free]
@@ -91,7 +97,7 @@ def wanted(name: str, count: int = 7):
 @pytest.mark.parametrize(("name", "mesh", "form"), grid(CASES, ("stack", *ALONE), ("recurrent", *ALONE)))
 def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
     stop, expected = wanted(name)
-    state = create(MODELS[name], *mesh)
+    state = begun(name, mesh)
     got = zerojax.generate(
         state, prompts(), 7, temperature=0, stop=stop, weights=form, slots=1 + (mesh == (1, 1))
     )
@@ -107,7 +113,7 @@ def test_prompts_that_are_prefilled_in_pieces_have_the_same_responses(name, mesh
     monkeypatch.setattr("zerojax.models.kv_cache._BLOCK", 6)
     stop, expected = wanted(name)
     got = zerojax.generate(
-        create(MODELS[name], *mesh),
+        begun(name, mesh),
         *(prompts(), 7),
         temperature=0,
         stop=stop,
@@ -118,7 +124,7 @@ def test_prompts_that_are_prefilled_in_pieces_have_the_same_responses(name, mesh
 
 
 def test_several_tokens_end_a_row_in_their_order():
-    state = create(SMALL, 1, 1)
+    state = begun("stack")
     free = zerojax.generate(state, prompts(), 7, temperature=0).tokens.tolist()
     stop = [tuple(free[0][1:4]), free[1][2]]
     given = [np.asarray(stop[0]), np.int64(stop[1])]  # as tokens come
@@ -264,7 +270,7 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
 )
 def test_prompts_that_cannot_be_continued_are_refused(kind, message):
     given: list[Any] = [np.arange(4)] * 3
-    state, count, options = small(), 5, {}
+    state, count, options = begun("stack"), 5, {}
     match kind:
         case "too long":
             given[1] = np.zeros(20, np.int32)
@@ -307,11 +313,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def small():
-    return create(SMALL, 1, 1)
-
-
 def deleted() -> jax.Array:
     x = jnp.int32(0)
     x.delete()
@@ -330,12 +331,12 @@ class Mute(Averages):
 def test_a_prompt_may_fill_the_context_up_to_the_last_new_token(caplog):
     given = [np.arange(20, dtype=np.int32)]
     with caplog.at_level(logging.INFO, "zerojax"):
-        got, _ = (zerojax.generate(small(), given, CONTEXT - 20, temperature=0) for _ in range(2))
+        got, _ = (zerojax.generate(begun("stack"), given, CONTEXT - 20, temperature=0) for _ in range(2))
     lines = [one.message for one in caplog.records if "generating with" in one.message]
     assert len(lines) == 1  # not for every call
     assert "weights=compute: on each device 8.16 KB of weights" in lines[0]
     assert "1.54 KB of key-value cache for 1 slots of 24 tokens" in lines[0]
-    assert_same(got, greedy(zerojax.gather_model(small()), given, CONTEXT - 20))
+    assert_same(got, greedy(zerojax.gather_model(begun("stack")), given, CONTEXT - 20))
 
 
 @pytest.mark.slow

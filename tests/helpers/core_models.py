@@ -16,6 +16,7 @@ from flax import linen, nnx
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.train.state import begin_with
 
 WIDTH, HIDDEN = 6, 11
 
@@ -99,6 +100,11 @@ def started(abstract: zerojax.TrainState, given: Any) -> zerojax.TrainState:
             for name, x in values.items()
         }
     )
+
+
+def begun(abstract: zerojax.TrainState, given: Any) -> zerojax.TrainState:
+    """``started`` for any model; its other first values are compiled, and its weights are not."""
+    return begin_with(abstract, zerojax.put_params(abstract, given).params, 0)
 
 
 @functools.cache

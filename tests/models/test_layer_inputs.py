@@ -12,10 +12,11 @@ from documents import check_documents
 from flax import nnx
 from gemma4 import GEMMA4, check_decoding
 from plain_loop import distance
+from plain_step import begin
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, GPTConfig, lm_loss, units_of
+from zerojax.models import GPT, lm_loss, units_of
 from zerojax.models.kv_cache import KVCache
 from zerojax.models.size import flops_per_token, parameter_count
 
@@ -92,18 +93,6 @@ def plain_loss(weights: Weights, tokens: np.ndarray) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def created(
-    mesh: tuple[int, int], tx: optax.GradientTransformation, config: GPTConfig = E2B, **zero: Any
-) -> zerojax.TrainState:
-    return zerojax.TrainState.create(
-        lambda rngs: GPT(config, rngs=rngs),
-        tx,
-        lm_loss,
-        mesh=zerojax.make_mesh(*mesh),
-        zero=zerojax.ZeroConfig(compute_dtype="float32", units=units_of(config), **zero),
-    )
-
-
 def test_kinds_are_layers_with_and_without_keys():
     assert E2B.order == (0, 1, 0, 1, 2, 3, 2, 3)
     assert E2B.key_layers == (0, 1, 2, 3, 2, 3, 2, 3)
@@ -147,7 +136,7 @@ def test_packed_documents_and_cached_tokens_are_computed_as_if_alone(scan: bool)
 )
 def test_a_step_is_that_of_plain_jax(mesh: tuple[int, int], options: dict[str, Any]):
     tx = optax.adamw(0.01)
-    state = created(mesh, tx, **options)
+    state = begin(E2B, mesh, tx, units=units_of(E2B), **options)
     before = zerojax.gather_params(state)
     tokens = np.random.default_rng(0).integers(0, 64, (24, 21), dtype=np.int32)
     loss, gradients = jax.jit(jax.value_and_grad(plain_loss))(before, tokens)

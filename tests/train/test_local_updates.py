@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import WIDTH, Block, Case, Stacked, regression_batch, squared_error
+from core_models import WIDTH, Block, Case, Stacked, begun, regression_batch, squared_error
 from local_reference import DiLoCo, in_int4
 from plain_loop import Plain, distance, masters, plain_loop
 
@@ -51,8 +51,8 @@ def inner() -> optax.GradientTransformation:
 
 
 def create(plain: Plain, tx: Any, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
-    state = CASE.create(tx, nodes=nodes, local=local, block_size=64, **zero)
-    return zerojax.put_params(state, plain.weights)
+    state = CASE.abstract(tx, nodes=nodes, local=local, block_size=64, **zero)
+    return begun(state, plain.weights)
 
 
 def local_of(state: zerojax.TrainState) -> LocalState:
@@ -153,8 +153,8 @@ def test_metrics_are_of_the_step_before(plain):
         return aux["error"], {**aux, "tokens": tokens}
 
     case = dataclasses.replace(CASE, loss=loss)
-    state = case.create(optax.sgd(1e-2), nodes=2, local=1, every=2, outer_delay=1)
-    state = zerojax.put_params(state, plain.weights)
+    state = case.abstract(optax.sgd(1e-2), nodes=2, local=1, every=2, outer_delay=1)
+    state = begun(state, plain.weights)
     good, bad = ({**batch, "tokens": np.array([1, 1, 1, 5], np.float32)} for batch in CASE.batches(4, 2))
     wanted, aux = loss(zerojax.gather_model(state), good)
     aux["tokens"] = aux["tokens"].sum()

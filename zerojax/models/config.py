@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from zerojax.experts.mlp import GATED
@@ -229,7 +230,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         own["head_width"] = self.full_head_width or self.head_width
         return own | {"kv_heads": self.full_kv_heads or self.kv_heads}
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The number of each layer's kind, from 0.
 
@@ -244,7 +245,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         return tuple(numbers[kind] for kind in kinds)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[tuple["GPTConfig", int], ...]:
         """For each kind of layers, a config whose layers are all of it, and the number of its layers."""
         counts = Counter(self.order)

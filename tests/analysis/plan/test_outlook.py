@@ -1,6 +1,7 @@
 """The outlook on absent clusters: what fits, what is fastest, what is advised."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -36,6 +37,7 @@ def spec():
     return build(MeshSection(nodes=2, local=1))
 
 
+@functools.cache
 def build(mesh, accumulate=1, rank=0, **zero):
     train = TrainSection(sequence_length=LENGTH, accumulate=accumulate)
     config = RunConfig(train=train, model=MODEL, mesh=mesh)
@@ -43,6 +45,7 @@ def build(mesh, accumulate=1, rank=0, **zero):
     return abstract_run(config)[0].spec
 
 
+@functools.cache
 def outlook(spec, nodes=2, local=8, gpu="h100", bandwidth=SLOW, sequences=4, **cluster):
     where = Cluster(nodes, local, GPUS[gpu], bandwidth, **cluster)
     return foresee(spec, MODEL, where, sequences=sequences, length=LENGTH, optimizer="adamw")

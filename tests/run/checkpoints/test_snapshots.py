@@ -97,7 +97,12 @@ def test_a_run_continues_from_memory(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sections = {"zero": zero, "checkpoint": {"every": 0}, "model": {"dropout": 0.1}}
+    sections = {
+        "zero": zero,
+        "train": {"eval_every": 0},
+        "checkpoint": {"every": 0},
+        "model": {"dropout": 0.1},
+    }
     die(monkeypatch, memory, text, tmp_path / "a", 7, **sections)
     newest = steps_in(memory)[0]
     assert newest >= 4, "a snapshot while other steps are under way"
