@@ -32,7 +32,7 @@ from zerojax.versions import VERSION
 def config(text: Path, tmp_path: Path) -> Path:
     path = tmp_path / "micro.toml"
     mesh = {"emulate": True}
-    path.write_text(dump_config(micro_config(text, mesh=mesh, train={"steps": 4}, checkpoint={"every": 2})))
+    path.write_text(dump_config(micro_config(text, mesh=mesh)))
     return path
 
 
@@ -44,16 +44,16 @@ def test_train_resumes_where_it_stopped(
     assert main([*arguments, "--train.eval-every", "2"]) == 0
     out = capfd.readouterr().out
     assert "zero3 on 2 x 4 cpu devices" in out
-    assert "step 4/4 | loss" in out
+    assert "step 8/8 | loss" in out
     assert RunFolder(folder).read_summary()["devices"] == jax.device_count()
-    assert main([*arguments, "--train.steps", "5", "--resume", "must"]) == 0
+    assert main([*arguments, "--train.steps", "9", "--resume", "must"]) == 0
     again = capfd.readouterr().out
-    assert "resuming from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again
-    assert "the learning rate follows the schedule of 5 steps: " in again
-    assert "step 5/5 | loss" in again
+    assert "resuming from step 8; train.eval_every: 2 -> 4; train.steps: 8 -> 9; the" in again
+    assert "the learning rate follows the schedule of 9 steps: " in again
+    assert "step 9/9 | loss" in again
     assert main([*arguments, "--resume", "never"]) == 2
     refused = capfd.readouterr().err
-    assert "holds a run at step 5" in refused
+    assert "holds a run at step 9" in refused
     assert "Traceback" not in refused
 
 
@@ -172,7 +172,7 @@ def test_options_override_the_file(config: Path) -> None:
     )
     assert settings.optimizer.learning_rate == 0.5
     assert settings.train.batch_size == 24
-    assert settings.train.steps == 4
+    assert settings.train.steps == 8
     fp8 = ["--zero.matmul-dtype", "fp8", "--zero.fp8", "*", "!*attention*"]
     _, settings = parse(Options, "train", [str(config), *fp8])
     assert settings.zero.fp8 == ("*", "!*attention*")

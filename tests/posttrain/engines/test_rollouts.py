@@ -83,7 +83,7 @@ def test_greedy_answers_are_those_of_the_runs_own_devices(
 def test_each_rollout_is_made_by_the_newest_weights(
     place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path
 ) -> None:
-    settings = config(place, posttrain={"engines": [served.url], "kl": 0.01})
+    settings = config(place, posttrain={"engines": [served.url]})
     post_train(GRPOTrainer, settings, tmp_path / "run", finished)
     found = lines(tmp_path / "run")
     assert [line["weights_age"] for line in found] == [0, 0, 0]

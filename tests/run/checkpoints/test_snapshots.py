@@ -178,7 +178,7 @@ def test_a_newer_checkpoint_and_other_settings_count_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     die(monkeypatch, memory, text, tmp_path, 6)
-    config = micro_config(text, optimizer={"clip_norm": 7.0})
+    config = micro_config(text, train={"max_skips": 2})
     train(config, tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     assert "resuming from step 3;" in out
