@@ -54,6 +54,16 @@ def done(process: subprocess.Popen[str]) -> tuple[int, int, float, list[str]]:
     return int(asked), int(found), float(total), errors.splitlines()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], float]:
+    """A folder that two processes have filled at once, the lines that they wrote, and their result."""
+    folder = tmp_path_factory.mktemp("shared")
+    together = [program(folder, PYTHONHASHSEED=str(seed)) for seed in (1, 2)]
+    first, second = map(done, together)
+    assert first[2] == second[2]
+    return folder, [*first[3], *second[3]], first[2]
+
+
 @pytest.fixture
 def settings() -> Iterator[None]:
     """JAX's settings as they are, and again at the end."""
@@ -115,21 +125,20 @@ def test_a_program_is_loaded_and_never_compiled(tmp_path, monkeypatch):
     assert compiled == [1]
 
 
-def test_processes_share_a_folder_and_results_are_the_same(tmp_path):
-    together = [program(tmp_path, PYTHONHASHSEED=str(seed)) for seed in (1, 2)]
-    first, second = map(done, together)
-    later = done(program(tmp_path, PYTHONHASHSEED="3"))
-    assert later[0] == later[1] > 0, "a program was compiled again"
-    assert first[2] == second[2] == later[2]
-    assert not [*first[3], *second[3], *later[3]]
-    assert {path.suffix for path in tmp_path.iterdir()} == {".zerojax"}
+def test_processes_share_a_folder_and_results_are_the_same(shared):
+    folder, said, total = shared
+    asked, found, again, more = done(program(folder, PYTHONHASHSEED="3"))
+    assert asked == found > 0, "a program was compiled again"
+    assert again == total
+    assert not [*said, *more]
+    assert {path.suffix for path in folder.iterdir()} == {".zerojax"}
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_a_full_disk_is_one_line(shared, tmp_path):
     *_, total, said = done(program(tmp_path, no_files=True))
     assert said == [f"zerojax: {tmp_path}: compiled programs are not kept: {os.strerror(errno.EFBIG)}"]
     assert not list(tmp_path.iterdir())
-    assert total == done(program(tmp_path))[2]
+    assert total == shared[2]
 
 
 def test_a_folder_that_cannot_be_is_one_line(tmp_path):
@@ -167,12 +176,10 @@ def test_a_damaged_program_is_one_line_and_is_replaced(tmp_path, lines, damage):
     assert folder.get("key") == b"another"
 
 
-def test_what_is_no_program_is_one_line_and_is_replaced(tmp_path):
-    *_, total, _ = done(program(tmp_path))
-    for place in tmp_path.iterdir():
-        key = place.stem.rpartition("-")[0]
-        place.unlink()
-        Folder(str(tmp_path)).put(key, b"what another software keeps")
+def test_what_is_no_program_is_one_line_and_is_replaced(shared, tmp_path):
+    full, _, total = shared
+    for place in full.iterdir():
+        Folder(str(tmp_path)).put(place.stem.rpartition("-")[0], b"what another software keeps")
     asked, found, again, said = done(program(tmp_path))
     assert (found, again) == (0, total)
     assert len(said) == asked
