@@ -667,6 +667,7 @@ UNUSED = {
     "hunyuan_v1_dense": {
         *("eod_token_id", "attention_head_dim", "cla_share_factor", "org_vocab_size", "pad_id"),
     },
+    "helium": {"pretraining_tp"},
     "gpt_neox": {"is_decoder", "attention_probs_dropout_prob", "hidden_dropout_prob"},
     "cohere": {"model_max_length"},
     "cohere2": {"layer_switch", "use_embedding_sharing", "use_parallel_embedding", "cache_implementation"},
@@ -952,6 +953,14 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_published_models_have_as_many_parameters_as_their_files(name: str):
     count, values = PUBLISHED[name]
     assert parameter_count(read_model(values, "config.json").model) == count
+
+
+def test_names_of_architectures_in_the_first_files_are_read():
+    for name in ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5Model"):
+        given = SHAPE["ernie4_5"] | {"model_type": "ernie4_5", "architectures": [name]}
+        assert read_model(given, "config.json").model == MODELS["ernie4_5"]
+    with pytest.raises(ZeroError, match="architectures = 'Ernie4_5ForTokens' is not supported"):
+        read_model(given | {"architectures": ["Ernie4_5ForTokens"]}, "config.json")
 
 
 def test_deepseeks_own_keys_are_read():

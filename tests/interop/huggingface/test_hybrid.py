@@ -48,6 +48,14 @@ def test_layers_follow_from_other_keys_without_layer_types():
     assert read_model(given, "config.json")[1].recurrent_layers == (0, 2, 4, 6)
 
 
+def test_published_keys_of_granite_4_are_read():
+    given = values("granitemoehybrid")
+    published = given | {"normalization_function": "rmsnorm", "rope_scaling": None}
+    assert read_model(published, "config.json").model == read_model(given, "config.json").model
+    with pytest.raises(ConfigurationError, match="normalization_function = 'layernorm' is not supported"):
+        read_model(given | {"normalization_function": "layernorm"}, "config.json")
+
+
 def test_positions_of_images_are_not_needed_for_text():
     given = values("qwen3-5")
     given["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}

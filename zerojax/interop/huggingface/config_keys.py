@@ -19,7 +19,7 @@ HARMLESS = frozenset(
         # for libraries
         *("architectures", "model_type", "auto_map", "tokenizer_class", "dtype", "torch_dtype", "use_cache"),
         *("_attn_implementation_autoset", "_name_or_path", "transformers_version", "transformers.js_config"),
-        *("torchscript", "use_bfloat16"),
+        *("torchscript", "use_bfloat16", "_attn_implementation", "attn_implementation"),
         *("output_attentions", "output_hidden_states", "return_dict", "unsloth_fixed", "unsloth_version"),
     }
 )

@@ -296,8 +296,9 @@ def read_model(values: dict[str, Any], origin: str) -> ReadModel:
             f"docs/huggingface.md lists all {len(FAMILIES) + len(COMPOSITES)} families"
         )
     keys = ConfigKeys(values, origin)
+    known = [_plain(name) for name in (family.architecture, family.base)]
     for name in keys.take("architectures", list, []):
-        if name not in (family.architecture, family.base):
+        if _plain(name) not in known:
             raise ConfigurationError(
                 f"{origin}: architectures = {short(name)} is not supported. Use a causal language model: "
                 f"{family.architecture} or {family.base}"
@@ -309,6 +310,11 @@ def read_model(values: dict[str, Any], origin: str) -> ReadModel:
         raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
     return ReadModel(family, model, keys.notes)
+
+
+def _plain(architecture: object) -> str:
+    """An architecture's name as all files spell it: the first files of ERNIE 4.5 have one more "_"."""
+    return str(architecture).replace("_", "").lower()
 
 
 def _text_part(values: dict[str, Any], origin: str) -> tuple[Family, dict[str, Any]]:

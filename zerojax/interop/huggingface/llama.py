@@ -325,6 +325,7 @@ HELIUM = like_llama(
     SILU,
     key("attention_bias", "qkv_biases", bool, False),
     only("mlp_bias", False),
+    unused("pretraining_tp"),
     kv_heads=20,
     head_dim=128,
     norm_eps=1e-8,

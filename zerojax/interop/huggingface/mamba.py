@@ -107,6 +107,7 @@ def _write_widths(model: GPTConfig) -> Fields:
 GRANITE_HYBRID = like_llama(
     SILU,
     NO_BIASES,
+    only("normalization_function", "rmsnorm", written=False),
     *GRANITE_FACTORS,
     key("num_experts_per_tok", "experts_per_token", int, 2),
     Entry(_widths, _write_widths, lambda model: {"experts": model.experts, "shared_ffn": model.shared_ffn}),
