@@ -24,6 +24,7 @@ HARMLESS = frozenset(
     }
 )
 """Keys that do not change the logits."""
+_UNKNOWN = "cannot import a model with unknown keys; delete those that do not change its logits"
 REQUIRED = object()
 """The default of a key that must be set."""
 
@@ -91,7 +92,7 @@ class ConfigKeys:
         """Ignore keys of parts that a causal language model does not have."""
         self._seen.update(names)
 
-    def finish(self, refusal: str = "cannot import a model with unknown keys") -> None:
+    def finish(self, refusal: str = _UNKNOWN) -> None:
         """Refuse the keys that were never read."""
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
