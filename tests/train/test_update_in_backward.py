@@ -134,6 +134,7 @@ def arrays(state: TrainState) -> Any:
     [
         # The loop over turns of two layers is there from 5 layers on, with hops between nodes from 8 on.
         ((1, 1), "zero3", 6, BREADTH),
+        ((2, 2), "zero3", 1, {"state_spread": "node"}),  # a gradient's shard is in both nodes
         pytest.param((2, 2), "delta", 8, BREADTH, marks=SLOW),
         pytest.param((1, 2), "zero3", 7, {"host": ("optimizer", "weights")}, marks=SLOW),
         pytest.param((1, 1), "zero3", 1, {"moments": "bfloat16"}, marks=SLOW),

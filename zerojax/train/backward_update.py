@@ -7,6 +7,8 @@ element from that element's values.
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +92,9 @@ def layer_update(spec: TrainSpec, optimizer: OptimizerShards) -> LayerUpdate:
     return LayerUpdate(optimizer.counters, optimizer.limit, functools.partial(_updated, spec))
 
 
+_owners = operator.attrgetter("owners")
+
+
 def _updated(
     spec: TrainSpec,
     sums: Values,
@@ -109,8 +114,10 @@ def _updated(
         for leaf, x, own in each
     }
     with jax.named_scope("metrics"):
-        own = sum(jnp.sum(jnp.square(grad)) for grad in grads.values())
-        squares = squares + (lax.psum(own, spec.axes) if spec.axes else own)
+        for axes, alike in itertools.groupby(sorted(leaves, key=_owners), key=_owners):
+            own = sum(jnp.sum(jnp.square(grads[leaf.path])) for leaf in alike)
+            # Devices along other axes hold the same shard.
+            squares = squares + lax.psum(own, tuple(axis for axis in axes if axis in spec.axes))
     taken = (facts.taken > 0) & jnp.isfinite(squares)
     with jax.named_scope("optimizer"):
         masters = {leaf.path: own[MASTER] for leaf, _, own in each}
