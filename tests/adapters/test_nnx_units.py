@@ -86,6 +86,34 @@ def test_what_a_module_keeps_and_sows(units, zero):
     )  # fmt: skip
 
 
+class Loss(nnx.Variable):
+    """A value of one call."""
+
+
+class Losing(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.size = Loss(jnp.mean(x**2))
+        return self.linear(x)
+
+
+def test_a_variable_that_a_step_makes_and_leaves_in_the_model_is_refused():
+    def left(model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(model(x))
+
+    def popped(model: Any, x: jax.Array) -> jax.Array:
+        return left(model, x) + sum(jax.tree.leaves(nnx.pop(model, Loss)))
+
+    state = create(Losing, popped, (Losing,))
+    kernel = zerojax.gather_params(state)["linear"]["kernel"]
+    _, metrics = zerojax.train_step(state, X)
+    np.testing.assert_allclose(metrics["loss"], np.mean(X @ kernel) + np.mean(X**2), rtol=1e-5)
+    with pytest.raises(zerojax.ZeroError, match="'size' in a step, but not when it was created"):
+        trace_train_step(create(Losing, left, (Losing,), zerojax.TrainState.abstract), X)
+
+
 class Complex(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.linear, self.phase = nnx.Linear(4, 4, rngs=rngs), nnx.Param(jnp.ones(4, jnp.complex64))

@@ -43,8 +43,16 @@ class BoundNNX(Bound):
     keys: ModelState
 
     def model_state(self) -> ModelState:
-        """The state after the pass, but with the random keys from before it."""
+        """The state after the pass, but with the random keys from before it.
+
+        Refuse variables that did not exist when the model was created.
+        """
         after = {"/".join(path): leaf for path, leaf in leaves_of(nnx.state(self.model, STATE))}
+        if new := after.keys() - self.before.keys():
+            raise ConfigurationError(
+                f"the model made the variable {min(new)!r} in a step, but not when it was created. Make it "
+                "in __init__. For values of one call, sow an nnx.Intermediate, or let the loss nnx.pop them."
+            )
         return {**self.before, **after, **self.keys}
 
     def sharded(self) -> list[Sharded]:
