@@ -145,12 +145,12 @@ class _Kept:
 
     def tasks(self, nodes: int, restart: Mapping[str, str]) -> list[Task]:
         """The tasks of a start: those that stand by, if all of them do."""
-        waiting = self._waiting
-        if waiting and len(waiting) == nodes and all(process.waits for _, process in waiting):
+        waiting = self._waiting if len(self._waiting) == nodes else []
+        if waiting and all(process.waits for _, process in waiting):
             self._waiting = []
             begins = [(task, partial(process.begin, restart)) for task, process in waiting]
         else:
-            if waiting and len(waiting) == nodes:
+            if waiting:
                 logger.warning("a process that stood by has ended: starting new ones")
             self._end_standby()
             begins = [(task, task.standby) for task in self._new(nodes)]

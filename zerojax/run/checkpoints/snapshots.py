@@ -141,7 +141,8 @@ class Snapshots:
         A process that stands by does it while the processes before it end.
         """
         self._refresh()
-        if newest := max(filter(None, map(_read, self._memory.generations)), key=_step, default=None):
+        found = filter(None, map(_read, self._memory.generations))
+        if newest := max(found, key=lambda one: one.step, default=None):
             self._is_intact(newest)
 
     def _refresh(self) -> None:
@@ -262,10 +263,6 @@ def _read(generation: Generation) -> Snapshot | None:
         return Snapshot(**vars(parse_manifest(text)), generation=generation)
     except DamagedError:
         return None
-
-
-def _step(one: Snapshot) -> int:
-    return one.step
 
 
 def _arrays(state: TrainState) -> dict[str, Array]:
