@@ -9,7 +9,8 @@ and betas.
     python3 scripts/bench/delta_rule.py --tokens 8192 32768 --peer      # flash-linear-attention
 
 Run the two one after the other: PyTorch's Triton and jax-triton do not share a process. The peer runs forward
-only, except Kimi's rule.
+only, unless --gradients asks for its backward pass, too. fla 0.6 refuses that of the gated rule on Hopper
+with Triton 3.4 to 3.7, which compiles it to wrong results (its issue 640). Here it runs, for its time only.
 """
 
 # pyright: reportMissingImports=false
@@ -71,13 +72,19 @@ def ours(tokens: int, *, channels: bool, errors: bool, by_xla: bool) -> dict[str
     return {}
 
 
-def peers(tokens: int, *, channels: bool) -> dict[str, tuple[float, float]]:
+def peers(tokens: int, *, channels: bool, gradients: bool) -> dict[str, tuple[float, float]]:
     """Times of flash-linear-attention, which has no fewer key heads than value heads."""
+    import peer_blocks
     import torch
 
+    if gradients:
+        peer_blocks.tune_less(4)
     sys.modules.setdefault("transformers", None)  # pyright: ignore[reportArgumentType]  (fla does without)
+    from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(1, tokens, HEADS, *shape, device="cuda")
@@ -96,7 +103,7 @@ def peers(tokens: int, *, channels: bool) -> dict[str, tuple[float, float]]:
 
     with torch.no_grad():
         found = {"flash-linear-attention, forward": milliseconds(forward, wait)}
-    if channels:
+    if gradients:
         rows = tuple(x.detach().requires_grad_() for x in rows)
         both = milliseconds(lambda: torch.autograd.grad(forward(), rows, seen), wait)
         found["flash-linear-attention, with gradients"] = both
@@ -108,13 +115,17 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="tokens of a row")
     parser.add_argument("--peer", action="store_true", help="time flash-linear-attention instead")
+    parser.add_argument(
+        "--gradients", action="store_true",
+        help="with --peer: also backward; Triton tries at most four configurations of each kernel",
+    )  # fmt: skip
     parser.add_argument("--errors", action="store_true", help="print errors instead of times")
     parser.add_argument("--channels", action="store_true", help="Kimi's rule: channels decay at own rates")
     parser.add_argument("--xla", action="store_true", help="the specification, compiled by XLA")
     options = parser.parse_args()
     for tokens in options.tokens:
         if options.peer:
-            found = peers(tokens, channels=options.channels)
+            found = peers(tokens, channels=options.channels, gradients=options.gradients)
         else:
             found = ours(tokens, channels=options.channels, errors=options.errors, by_xla=options.xla)
         for name, (median, spread) in found.items():
