@@ -118,7 +118,7 @@ def test_a_store_that_fails_is_reported_and_tried_again(bucket: Bucket, tmp_path
     copier = Copier(copy_of(tmp_path), Retention(), lines.append)
     bucket.status = 503
     copier.start(2)
-    copier._worker.submit(lambda: None).result()
+    assert copier._worker.wait(60.0)
     assert len(lines) == 1
     assert "its copy is not: s3://bucket/run: aborted (HTTP 503). The next save tries again" in lines[0]
     bucket.status = None

@@ -11,25 +11,24 @@ are added before the manifest is replaced, so an interruption leaves a valid par
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import tensorstore as ts
 
 from zerojax.comm.gather import gather_from_all
-from zerojax.errors import ConfigurationError, RunError
+from zerojax.errors import RunError
 from zerojax.multihost.files import exchange_files
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import (
-    DamagedError,
     Manifest,
     files_of,
     parse_manifest,
     read_manifest,
     sizes_and_checksums,
-    verify,
     write_manifest,
 )
 from zerojax.run.checkpoints.portions import merge
@@ -41,45 +40,6 @@ Hosts = Sequence[Manifest | None]
 _MERGED = re.compile(r"[^/]+/(manifest\.ocdbt|d/.*)")
 
 
-def newest_complete(
-    folder: Path, *, checksums: bool, copied: int | None = None
-) -> tuple[int | None, dict[int, str]]:
-    """Find the newest checkpoint that the hosts together have whole. All processes call it together.
-
-    ``copied`` is the newest one in the run's copy, which they take if they have none as new.
-
-    Returns:
-        Its step, or None if no host has a checkpoint; and for each step that this process has and cannot use,
-        the reason.
-
-    Raises:
-        ConfigurationError: there are checkpoints, but none is complete.
-        RunError: a file cannot be read for a reason other than damage.
-    """
-    own, unusable = step_dirs.steps(folder), dict[int, str]()
-    steps = sorted({step for each in gather_from_all(own) for step in each}, reverse=True)
-    for step in (step for step in steps if step >= (copied or 0)):
-        mine = None
-        try:
-            mine = (
-                verify(folder / str(step), step, checksums=checksums, is_part=True) if step in own else None
-            )
-        except DamagedError as error:
-            unusable[step] = str(error)
-        save = newest_save(_of_all(mine))
-        if step in own and save[jax.process_index()] is None:
-            unusable.setdefault(step, "the job's hosts do not have all of its parts")
-        if any(save):
-            return step, unusable
-    if steps and copied is None:
-        reasons = [why for each in gather_from_all(unusable) for why in each.values()]
-        raise ConfigurationError(
-            f"no checkpoint in {folder} can be used, of steps {steps}: {reasons[0]}. Bring back the disks of "
-            "the hosts that saved them, or move the checkpoints away to start over"
-        )
-    return copied, unusable
-
-
 def bring_to_all_hosts(folder: Path, step: int) -> None:
     """Make a checkpoint whole on every host, from the parts that the hosts have together.
 
@@ -89,7 +49,7 @@ def bring_to_all_hosts(folder: Path, step: int) -> None:
         RunError: a file has changed on its way.
     """
     path, draft = folder / str(step), step_dirs.unfinished(folder, step)
-    hosts = newest_save(_of_all(read_manifest(path) if path.exists() else None))
+    hosts = newest_save(manifests_of(read_manifest(path) if path.exists() else None))
     if all(one is not None and one.parts == 1 for one in hosts):
         return
     rank, whole = jax.process_index(), [one is not None and one.parts == 1 for one in hosts]
@@ -132,8 +92,9 @@ def _pieces(manifest: Manifest) -> dict[str, tuple[int, int]]:
     return {name: x for name, x in manifest.files.items() if not _MERGED.fullmatch(name)}
 
 
-def _of_all(own: Manifest | None) -> Hosts:
-    texts = gather_from_all(own and dump_checked(asdict(own)))
+def manifests_of(own: Manifest | None, gather: Callable[[Any], list[Any]] = gather_from_all) -> Hosts:
+    """The manifests that all processes have; ``gather`` gathers a value from each."""
+    texts = gather(own and dump_checked(asdict(own)))
     return [None if text is None else parse_manifest(text) for text in texts]
 
 

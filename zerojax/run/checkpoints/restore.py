@@ -168,10 +168,9 @@ def restore_weights(path: Path | str, state: TrainState, *, new: str | None = No
     every = abstract_canonical(state)
     own = {leaf.path for leaf in state.spec.weights if leaf.path[0] != new}
     params = to_tree({at: x for at, x in from_tree(every.get("params", {})).items() if at in own})
-    with ocp.Context(pytree_options=_PARTIAL):
-        found = checkpoint.load({kind: tree for kind, tree in every.items() if kind == "other"})
-        if params:
-            found["params"] = checkpoint.load_params(state, params)
+    found = checkpoint.load({kind: tree for kind, tree in every.items() if kind == "other"})
+    if params:
+        found["params"] = checkpoint.load_params(state, params)
     return with_weights(state, found)
 
 
@@ -221,11 +220,9 @@ class _Checkpoint:
     def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Load arrays like the ``wanted`` ones, ShapeDtypeStructs, by kind; errors as for ``check_fits``."""
         self.check_fits(wanted)
-        options = _PARTIAL if _former_names(wanted.get("other"), self.saved.get("other")) else None
         # One kind at a time: if one of several in a call fails, Orbax never awaits the coroutines of the
         # others, and Python warns about them.
-        with ocp.Context(pytree_options=options or ocp.options.PyTreeOptions()):
-            return self._reading(lambda: {kind: self._load_here(kind, tree) for kind, tree in wanted.items()})
+        return self._reading(lambda: {kind: self._load_here(kind, tree) for kind, tree in wanted.items()})
 
     def load_params(self, state: TrainState, params: Any) -> Any:
         """Load some weights in canonical form, for a state that uses nothing else of the checkpoint.
@@ -241,10 +238,9 @@ class _Checkpoint:
             found = from_tree(self._load_kind(NODES, each)["weights"])
             return jax.block_until_ready(mean_over_nodes(state.spec, found[at]))
 
-        with ocp.Context(pytree_options=_PARTIAL):
-            if nodes is None:
-                return self._reading(lambda: self._load_here("params", params))
-            return self._reading(lambda: to_tree({at: mean(at, like, nodes) for at, like in wanted.items()}))
+        if nodes is None:
+            return self._reading(lambda: self._load_here("params", params))
+        return self._reading(lambda: to_tree({at: mean(at, like, nodes) for at, like in wanted.items()}))
 
     def _load_here(self, kind: str, tree: Any) -> Any:
         """Like ``_load_kind``.
@@ -252,18 +248,16 @@ class _Checkpoint:
         An array for host memory becomes a function that reads it straight into place.
         """
         every: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-        later = {name for name, x in every.items() if in_host(x)}
-        if not later:
-            return self._load_kind(kind, tree)
-        found: dict[str, Any] = {name: self._reader(kind, name) for name in later}
-        if now := {name: x for name, x in every.items() if name not in later}:
-            with ocp.Context(pytree_options=_PARTIAL):
-                loaded = self._load_kind(kind, traverse_util.unflatten_dict(now, sep="/"))
+        found: dict[str, Any] = {name: self._reader(kind, name) for name, x in every.items() if in_host(x)}
+        if now := {name: x for name, x in every.items() if name not in found}:
+            loaded = self._load_kind(kind, traverse_util.unflatten_dict(now, sep="/"))
             found |= traverse_util.flatten_dict(loaded, sep="/")
         return traverse_util.unflatten_dict(found, sep="/")
 
     def _load_kind(self, kind: str, tree: Any) -> Any:
-        return ocp.load(str(self.path.absolute()), tree, checkpointable_name=self._prefix + kind)
+        """Load some or all arrays of a kind; ``check_fits`` knows which others may be there."""
+        with ocp.Context(pytree_options=_PARTIAL):
+            return ocp.load(str(self.path.absolute()), tree, checkpointable_name=self._prefix + kind)
 
     def _reader(self, kind: str, name: str) -> Callable[[TrainState, Entry], jax.Array]:
         read = read_in_portions(self.path / (self._prefix + kind), name)
@@ -312,9 +306,8 @@ def _with_base(checkpoint: _Checkpoint, state: TrainState) -> TrainState:
             return jnp.zeros(like.shape, like.dtype)
         return from_tree(checkpoint.load_params(state, to_tree({leaf.path: like})))[leaf.path]
 
-    with ocp.Context(pytree_options=_PARTIAL):
-        encoded = ((leaf.path, *encode_one(spec, leaf, weight(leaf))) for leaf in spec.frozen)
-        return state.replace(**frozen_fields(spec, encoded))
+    encoded = ((leaf.path, *encode_one(spec, leaf, weight(leaf))) for leaf in spec.frozen)
+    return state.replace(**frozen_fields(spec, encoded))
 
 
 def _differences(wanted: Any, saved: Any) -> list[str]:

@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import jax
 
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.multihost.background import Worker
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import (
     MANIFEST,
@@ -246,16 +246,14 @@ class Copier:
     def __init__(self, copy: RunCopy, retention: Retention, say: Callable[[str], object]) -> None:
         self.copy = copy
         self._retention, self._say = retention, say
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="copy")
-        self._waiting: Future[None] | None = None
+        self._worker = Worker("copy", 2)  # one copies, and another waits, which copies all that is then there
         self._newest = -1
         self._error: str | None = None
 
     def start(self, newest: int) -> None:
         """Copy the checkpoints up to a step, soon."""
         self._newest = newest
-        if self._waiting is None or self._waiting.running() or self._waiting.done():
-            self._waiting = self._worker.submit(self._push)
+        self._worker.put(self._push)
 
     def close(self) -> None:
         """Copy once more, and wait.
@@ -265,7 +263,9 @@ class Copier:
         """
         if self._newest >= 0:
             self.start(self._newest)
-        self._worker.shutdown()
+        while not self._worker.wait(60.0):
+            pass
+        self._worker.close()
         if self._error is not None:
             raise RunError(f"{self._error}. The same command, given again, copies it")
 

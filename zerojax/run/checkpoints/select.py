@@ -1,10 +1,12 @@
 """Which checkpoint to resume from: the newest valid one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_each_process, run_on_process_zero
 from zerojax.multihost.files import on_own_disks
@@ -13,41 +15,56 @@ from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manife
 from zerojax.run.checkpoints.run_copy import RunCopy
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The newest valid checkpoint of a run.
+class Choice(NamedTuple):
+    """The newest checkpoint that can be used.
 
     Attributes:
         step: the checkpoint's step; None if there are no checkpoints at all.
-        damaged: step -> reason, for each newer, damaged checkpoint.
+        damaged: step -> reason, for each newer checkpoint of this process that cannot be used.
     """
 
     step: int | None
     damaged: dict[int, str]
 
 
-def newest_valid(folder: Path, *, checksums: bool = True, copied: int | None = None) -> Choice:
+def newest_valid(
+    folder: Path, *, checksums: bool = True, copied: int | None = None, on_hosts: bool = False
+) -> Choice:
     """Find the newest checkpoint that matches its manifest; changes nothing.
 
-    ``copied`` is the newest one in the run's copy, which is the choice if the folder has none as new.
+    ``copied`` is the newest one in the run's copy, which is the choice if the folder has none as new. With
+    ``on_hosts`` each process has the folder on its own disk. All processes then call it together, and find
+    the newest checkpoint that the hosts together have whole.
 
     Raises:
-        ConfigurationError: there are checkpoints, but all are damaged; names each.
+        ConfigurationError: there are checkpoints, but none can be used; says why.
         RunError: one cannot be read for a reason other than damage, such as a lack of permission.
     """
-    found: dict[int, str] = {}
-    for step in (step for step in reversed(step_dirs.steps(folder)) if step >= (copied or 0)):
+    gather: Callable[[Any], list[Any]] = gather_from_all if on_hosts else lambda own: [own]
+    own, rank, damaged = step_dirs.steps(folder), jax.process_index() * on_hosts, dict[int, str]()
+    steps = sorted({step for each in gather(own) for step in each}, reverse=True)
+    for step in (step for step in steps if step >= (copied or 0)):
+        mine = None
         try:
-            verify(folder / str(step), step, checksums=checksums)
-            return Choice(step, found)
+            if step in own:
+                mine = verify(folder / str(step), step, checksums=checksums, is_part=on_hosts)
         except DamagedError as error:
-            found[step] = str(error)
-    if found and copied is None:
-        each = "; ".join(damage_line(folder, step, why) for step, why in found.items())
+            damaged[step] = str(error)
+        save = parts.newest_save(parts.manifests_of(mine, gather))
+        if step in own and save[rank] is None:
+            damaged.setdefault(step, "the job's hosts do not have all of its parts")
+        if any(save):
+            return Choice(step, damaged)
+    if steps and copied is None:
+        reasons = [why for each in gather(damaged) for why in each.values()]
+        each = "; ".join(damage_line(folder, step, why) for step, why in damaged.items())
         raise ConfigurationError(
-            f"no checkpoint can be used: {each}. Restore one, or move them away to start over"
+            f"no checkpoint in {folder} can be used, of steps {steps}: {reasons[0]}. Bring back the disks of "
+            "the hosts that saved them, or move the checkpoints away to start over"
+            if on_hosts
+            else f"no checkpoint can be used: {each}. Restore one, or move them away to start over"
         )
-    return Choice(copied, found)
+    return Choice(copied, damaged)
 
 
 def choose(
@@ -82,9 +99,10 @@ def choose(
         return {"step": found.step, "lines": use(found)}
 
     if on_own_disks(folder):
-        step, damaged = parts.newest_complete(folder, checksums=checksums, copied=copied)
+        found = newest_valid(folder, checksums=checksums, copied=copied, on_hosts=True)
+        step = found.step
         check(step)
-        moved = run_on_each_process(lambda: use(Choice(step, damaged)))
+        moved = run_on_each_process(lambda: use(found))
         lines = [f"process {rank}: {line}" for rank, each in enumerate(moved) for line in each]
         if step is not None:
             parts.bring_to_all_hosts(folder, step)
