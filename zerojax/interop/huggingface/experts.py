@@ -23,7 +23,7 @@ from zerojax.interop.huggingface.llama import (
     SILU,
     like_llama,
 )
-from zerojax.interop.huggingface.mapping import Bare, Module, Names, Tensors
+from zerojax.interop.huggingface.mapping import Module, Names, Source, Tensors, alternating, gate_and_up
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 
@@ -265,10 +265,10 @@ OLMOE = like_llama(
 
 def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names:
     own: Tensors = {
-        "mlp/router": Bare(f"{module}.gate.weight"),
-        "mlp/gate": Bare(f"{module}.experts.{{expert}}.{gate}.weight"),
-        "mlp/up": Bare(f"{module}.experts.{{expert}}.{up}.weight"),
-        "mlp/down": Bare(f"{module}.experts.{{expert}}.{down}.weight"),
+        "mlp/router": Source(f"{module}.gate.weight"),
+        "mlp/gate": Source(f"{module}.experts.{{expert}}.{gate}.weight"),
+        "mlp/up": Source(f"{module}.experts.{{expert}}.{up}.weight"),
+        "mlp/down": Source(f"{module}.experts.{{expert}}.{down}.weight"),
     }
     return Names(LLAMA_BLOCK | block, own)
 
@@ -277,15 +277,15 @@ MIXTRAL_NAMES = _names("block_sparse_moe", "w1", "w3", "w2")
 MINIMAX_M2_NAMES = replace(
     _names("block_sparse_moe", "w1", "w3", "w2", **QK_NORMS),
     bare=MIXTRAL_NAMES.bare
-    | {"mlp/choice_bias": Bare("block_sparse_moe.e_score_correction_bias", transposed=False)},
+    | {"mlp/choice_bias": Source("block_sparse_moe.e_score_correction_bias", transposed=False)},
 )
 GRANITE_MOE_NAMES = Names(
     LLAMA_BLOCK,
     {
-        "mlp/router": Bare("block_sparse_moe.router.layer.weight"),
-        "mlp/gate": Bare("block_sparse_moe.input_linear.weight", stacked=True, turn=0, halves=True),
-        "mlp/up": Bare("block_sparse_moe.input_linear.weight", stacked=True, turn=1, halves=True),
-        "mlp/down": Bare("block_sparse_moe.output_linear.weight", stacked=True),
+        "mlp/router": Source("block_sparse_moe.router.layer.weight"),
+        "mlp/gate": Source("block_sparse_moe.input_linear.weight", gate_and_up, (0,), stacked=True),
+        "mlp/up": Source("block_sparse_moe.input_linear.weight", gate_and_up, (1,), stacked=True),
+        "mlp/down": Source("block_sparse_moe.output_linear.weight", stacked=True),
     },
     experts="block_sparse_moe.experts",
 )
@@ -299,11 +299,11 @@ FUSED = "mlp.experts.gate_up_proj"
 def joined(names: Names, *, together: bool) -> Names:
     """The names in files that hold all experts of a layer ``together``, as Qwen3.5's do, or one by one."""
     gate = names.bare.get("mlp/gate")
-    if not together or not isinstance(gate, Bare) or "{expert}" not in gate.name:
+    if not together or not isinstance(gate, Source) or "{expert}" not in gate.name:
         return names
-    gate = Bare(FUSED, stacked=True, turn=0, halves=True)
-    down = Bare("mlp.experts.down_proj", stacked=True)
-    own: Tensors = {"mlp/gate": gate, "mlp/up": replace(gate, turn=1), "mlp/down": down}
+    gate = Source(FUSED, gate_and_up, (0,), stacked=True)
+    down = Source("mlp.experts.down_proj", stacked=True)
+    own: Tensors = {"mlp/gate": gate, "mlp/up": replace(gate, pieces=(1,)), "mlp/down": down}
     return replace(names, bare=names.bare | own)
 
 
@@ -493,22 +493,22 @@ GLM4_MOE_LITE = _deepseek(
 GPT_OSS_NAMES = Names(
     LLAMA_BLOCK,
     {
-        "attention/sinks": Bare("self_attn.sinks", transposed=False),
-        "mlp/router": Bare("mlp.router.weight"),
-        "mlp/router_bias": Bare("mlp.router.bias", transposed=False),
-        "mlp/gate": Bare(FUSED, transposed=False, stacked=True, turn=0),
-        "mlp/up": Bare(FUSED, transposed=False, stacked=True, turn=1),
-        "mlp/down": Bare("mlp.experts.down_proj", transposed=False, stacked=True),
-        "mlp/gate_bias": Bare(f"{FUSED}_bias", transposed=False, turn=0),
-        "mlp/up_bias": Bare(f"{FUSED}_bias", transposed=False, turn=1),
-        "mlp/down_bias": Bare("mlp.experts.down_proj_bias", transposed=False),
+        "attention/sinks": Source("self_attn.sinks", transposed=False),
+        "mlp/router": Source("mlp.router.weight"),
+        "mlp/router_bias": Source("mlp.router.bias", transposed=False),
+        "mlp/gate": Source(FUSED, alternating, (0,), transposed=False, stacked=True),
+        "mlp/up": Source(FUSED, alternating, (1,), transposed=False, stacked=True),
+        "mlp/down": Source("mlp.experts.down_proj", transposed=False, stacked=True),
+        "mlp/gate_bias": Source(f"{FUSED}_bias", alternating, (0,), transposed=False),
+        "mlp/up_bias": Source(f"{FUSED}_bias", alternating, (1,), transposed=False),
+        "mlp/down_bias": Source("mlp.experts.down_proj_bias", transposed=False),
     },
 )
 _SHARED = {f"mlp/shared/{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 GLM4_MOE_NAMES = replace(
     _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS, **_SHARED),
     bare=QWEN3_MOE_NAMES.bare
-    | {"mlp/choice_bias": Bare("mlp.gate.e_score_correction_bias", transposed=False)},
+    | {"mlp/choice_bias": Source("mlp.gate.e_score_correction_bias", transposed=False)},
 )
 _LATENTS: dict[str, Module] = {
     "attention/query": "self_attn.q_proj",

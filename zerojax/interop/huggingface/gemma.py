@@ -16,7 +16,7 @@ from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, follows, ignored, key, only, unused
 from zerojax.interop.huggingface.layer_types import FULL, SLIDING, periodic, windows, without_window
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
-from zerojax.interop.huggingface.mapping import Bare, Module, Names, Tensors
+from zerojax.interop.huggingface.mapping import Module, Names, Source, Tensors, gate_and_up
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
@@ -239,18 +239,18 @@ _INPUT: dict[str, Module] = {
     "input/norm": "post_per_layer_input_norm",
 }
 _INPUTS = {
-    "layer_inputs/embed/embedding": Bare("embed_tokens_per_layer.weight", transposed=False),
-    "layer_inputs/projection/kernel": Bare("per_layer_model_projection.weight"),
-    "layer_inputs/norm/scale": Bare("per_layer_projection_norm.weight", transposed=False),
+    "layer_inputs/embed/embedding": Source("embed_tokens_per_layer.weight", transposed=False),
+    "layer_inputs/projection/kernel": Source("per_layer_model_projection.weight"),
+    "layer_inputs/norm/scale": Source("per_layer_projection_norm.weight", transposed=False),
 }
-_GATE = Bare("experts.gate_up_proj", stacked=True, turn=0, halves=True)
+_GATE = Source("experts.gate_up_proj", gate_and_up, (0,), stacked=True)
 _TENSORS: Tensors = {
-    "scale": Bare("layer_scalar", transposed=False),
-    "mlp/router": Bare("router.proj.weight"),
-    "mlp/router_scale": Bare("router.scale", transposed=False),
-    "mlp/factors": Bare("router.per_expert_scale", transposed=False),
+    "scale": Source("layer_scalar", transposed=False),
+    "mlp/router": Source("router.proj.weight"),
+    "mlp/router_scale": Source("router.scale", transposed=False),
+    "mlp/factors": Source("router.per_expert_scale", transposed=False),
     "mlp/gate": _GATE,
-    "mlp/up": replace(_GATE, turn=1),
-    "mlp/down": Bare("experts.down_proj", stacked=True),
+    "mlp/up": replace(_GATE, pieces=(1,)),
+    "mlp/down": Source("experts.down_proj", stacked=True),
 }
 GEMMA4_NAMES = Names(GEMMA3_NAMES.block | _BESIDE | _INPUT, _TENSORS, _INPUTS)

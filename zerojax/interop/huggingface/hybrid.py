@@ -21,7 +21,7 @@ from zerojax.interop.huggingface.experts import (
 )
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR, checked_types, renamed
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
-from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Grouped, Joined, Module, Names, Tensors
+from zerojax.interop.huggingface.mapping import CONVOLUTION, Joined, Module, Names, Source, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 
@@ -161,16 +161,16 @@ _LFM2_BLOCK: dict[str, Module] = {
     "attention/out": "self_attn.out_proj",
     "attention/query_norm": "self_attn.q_layernorm",
     "attention/key_norm": "self_attn.k_layernorm",
-    "recurrent/before": Grouped("conv.in_proj", _thirds, (0,)),
-    "recurrent/after": Grouped("conv.in_proj", _thirds, (1,)),
-    "recurrent/inputs": Grouped("conv.in_proj", _thirds, (2,)),
+    "recurrent/before": Source("conv.in_proj", _thirds, (0,)),
+    "recurrent/after": Source("conv.in_proj", _thirds, (1,)),
+    "recurrent/inputs": Source("conv.in_proj", _thirds, (2,)),
     "recurrent/out": "conv.out_proj",
     "norm_mlp": "ffn_norm",
     "mlp/gate": "feed_forward.w1",
     "mlp/up": "feed_forward.w3",
     "mlp/down": "feed_forward.w2",
 }
-_LFM2_CONV: Tensors = {"recurrent/conv": Bare("conv.conv.weight", ones=CONVOLUTION)}
+_LFM2_CONV: Tensors = {"recurrent/conv": Source("conv.conv.weight", ones=CONVOLUTION)}
 LFM2_NAMES = Names(_LFM2_BLOCK, _LFM2_CONV, norm="embedding_norm")
 
 
@@ -194,11 +194,11 @@ LFM2_MOE_NAMES = Names(
     _LFM2_BLOCK,
     _LFM2_CONV
     | {
-        "mlp/router": Bare("feed_forward.gate.weight"),
-        "mlp/choice_bias": Bare("feed_forward.expert_bias", transposed=False),
-        "mlp/gate": Bare("feed_forward.experts.{expert}.w1.weight"),
-        "mlp/up": Bare("feed_forward.experts.{expert}.w3.weight"),
-        "mlp/down": Bare("feed_forward.experts.{expert}.w2.weight"),
+        "mlp/router": Source("feed_forward.gate.weight"),
+        "mlp/choice_bias": Source("feed_forward.expert_bias", transposed=False),
+        "mlp/gate": Source("feed_forward.experts.{expert}.w1.weight"),
+        "mlp/up": Source("feed_forward.experts.{expert}.w3.weight"),
+        "mlp/down": Source("feed_forward.experts.{expert}.w2.weight"),
     },
     norm="embedding_norm",
     experts="feed_forward.experts",
@@ -224,18 +224,18 @@ def _value_heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
 
 
 _ATTENTION: dict[str, Module] = QK_NORMS | {
-    "attention/qkv": replace(QKV, names=(Grouped("self_attn.q_proj", _heads, (0,)), *QKV.names[1:])),
-    "attention/gate": Grouped("self_attn.q_proj", _heads, (1,)),
+    "attention/qkv": replace(QKV, names=(Source("self_attn.q_proj", _heads, (0,)), *QKV.names[1:])),
+    "attention/gate": Source("self_attn.q_proj", _heads, (1,)),
 }
 _DELTA: dict[str, Module] = {
     "recurrent/norm": "linear_attn.norm",
     "recurrent/out": "linear_attn.out_proj",
 }
 _DELTA_NEXT: dict[str, Module] = _DELTA | {
-    "recurrent/inputs": Grouped("linear_attn.in_proj_qkvz", _key_heads, (0, 1, 2)),
-    "recurrent/gate": Grouped("linear_attn.in_proj_qkvz", _key_heads, (3,)),
-    "recurrent/beta": Grouped("linear_attn.in_proj_ba", _value_heads, (0,)),
-    "recurrent/decay": Grouped("linear_attn.in_proj_ba", _value_heads, (1,)),
+    "recurrent/inputs": Source("linear_attn.in_proj_qkvz", _key_heads, (0, 1, 2)),
+    "recurrent/gate": Source("linear_attn.in_proj_qkvz", _key_heads, (3,)),
+    "recurrent/beta": Source("linear_attn.in_proj_ba", _value_heads, (0,)),
+    "recurrent/decay": Source("linear_attn.in_proj_ba", _value_heads, (1,)),
 }
 _DELTA_3_5: dict[str, Module] = _DELTA | {
     "recurrent/inputs": "linear_attn.in_proj_qkv",
@@ -244,9 +244,9 @@ _DELTA_3_5: dict[str, Module] = _DELTA | {
     "recurrent/decay": "linear_attn.in_proj_a",
 }
 _DELTA_BARE: Tensors = {
-    "recurrent/conv": Bare("linear_attn.conv1d.weight", ones=CONVOLUTION),
-    "recurrent/log_rate": Bare("linear_attn.A_log", transposed=False),
-    "recurrent/step_bias": Bare("linear_attn.dt_bias", transposed=False),
+    "recurrent/conv": Source("linear_attn.conv1d.weight", ones=CONVOLUTION),
+    "recurrent/log_rate": Source("linear_attn.A_log", transposed=False),
+    "recurrent/step_bias": Source("linear_attn.dt_bias", transposed=False),
 }
 QWEN3_NEXT_NAMES = names_of_experts(_ATTENTION | _DELTA_NEXT, _DELTA_BARE)
 QWEN3_5_NAMES = Names(LLAMA_BLOCK | _ATTENTION | _DELTA_3_5, _DELTA_BARE)

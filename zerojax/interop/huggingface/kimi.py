@@ -16,7 +16,7 @@ from zerojax.interop.huggingface.experts import (
 from zerojax.interop.huggingface.hybrid import recurrent_layers
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR
 from zerojax.interop.huggingface.llama import NO_BIASES, SILU, like_llama, unrotated_layers
-from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Joined
+from zerojax.interop.huggingface.mapping import CONVOLUTION, Joined, Source
 from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
@@ -128,12 +128,12 @@ KIMI_LINEAR_NAMES = replace(
         "recurrent/conv": Joined(
             tuple(f"self_attn.{name}_conv1d.weight" for name in "qkv"), _convolved, CONVOLUTION
         ),
-        "recurrent/log_rate": Bare("self_attn.A_log", transposed=False, ones=(0, 1, 3)),
-        "recurrent/step_bias": Bare("self_attn.dt_bias", transposed=False),
-        "mlp/router": Bare(f"{_MOE}.gate.weight"),
-        "mlp/choice_bias": Bare(f"{_MOE}.gate.e_score_correction_bias", transposed=False),
+        "recurrent/log_rate": Source("self_attn.A_log", transposed=False, ones=(0, 1, 3)),
+        "recurrent/step_bias": Source("self_attn.dt_bias", transposed=False),
+        "mlp/router": Source(f"{_MOE}.gate.weight"),
+        "mlp/choice_bias": Source(f"{_MOE}.gate.e_score_correction_bias", transposed=False),
         **{
-            f"mlp/{ours}": Bare(f"{_MOE}.experts.{{expert}}.{theirs}.weight")
+            f"mlp/{ours}": Source(f"{_MOE}.experts.{{expert}}.{theirs}.weight")
             for ours, theirs in _EXPERT.items()
         },
     },

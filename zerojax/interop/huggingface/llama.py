@@ -42,7 +42,7 @@ from zerojax.interop.huggingface.layer_types import (
     unrotated,
     windows,
 )
-from zerojax.interop.huggingface.mapping import Grouped, Joined, Module, Names, gate_and_up, qkv_widths
+from zerojax.interop.huggingface.mapping import Joined, Module, Names, Source, gate_and_up, qkv_widths
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 
@@ -260,8 +260,8 @@ PHI3 = like_llama(
     rotary=Rope(kinds=("longrope",), fraction=1.0),
 )
 _FUSED_MLP: dict[str, Module] = {
-    "mlp/gate": Grouped("mlp.gate_up_proj", gate_and_up, (0,)),
-    "mlp/up": Grouped("mlp.gate_up_proj", gate_and_up, (1,)),
+    "mlp/gate": Source("mlp.gate_up_proj", gate_and_up, (0,)),
+    "mlp/up": Source("mlp.gate_up_proj", gate_and_up, (1,)),
 }
 PHI3_NAMES = Names(LLAMA_BLOCK | _FUSED_MLP | {"attention/qkv": "self_attn.qkv_proj"})
 

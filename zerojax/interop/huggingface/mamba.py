@@ -6,7 +6,7 @@ from zerojax.interop.huggingface.config_table import Entry, Fields, key, only, u
 from zerojax.interop.huggingface.experts import GRANITE_MOE_NAMES
 from zerojax.interop.huggingface.hybrid import key_heads, recurrent_layers
 from zerojax.interop.huggingface.llama import GRANITE_FACTORS, LLAMA_BLOCK, NO_BIASES, SILU, like_llama
-from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Grouped, Module, Names, Tensors
+from zerojax.interop.huggingface.mapping import CONVOLUTION, Module, Names, Source, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
@@ -136,9 +136,9 @@ def _halves(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
 def mamba_modules(mixer: str) -> dict[str, Module]:
     """The modules of Mamba-2 in the module ``mixer``."""
     return {
-        "recurrent/gate": Grouped(f"{mixer}.in_proj", _inner, (0,)),
-        "recurrent/inputs": Grouped(f"{mixer}.in_proj", _inner, (1,)),
-        "recurrent/decay": Grouped(f"{mixer}.in_proj", _inner, (2,)),
+        "recurrent/gate": Source(f"{mixer}.in_proj", _inner, (0,)),
+        "recurrent/inputs": Source(f"{mixer}.in_proj", _inner, (1,)),
+        "recurrent/decay": Source(f"{mixer}.in_proj", _inner, (2,)),
         "recurrent/norm": f"{mixer}.norm",
         "recurrent/out": f"{mixer}.out_proj",
     }
@@ -147,11 +147,11 @@ def mamba_modules(mixer: str) -> dict[str, Module]:
 def mamba_tensors(mixer: str) -> Tensors:
     """The parameters of Mamba-2 in the module ``mixer`` that belong to no module."""
     return {
-        "recurrent/conv": Bare(f"{mixer}.conv1d.weight", ones=CONVOLUTION),
-        "recurrent/conv_bias": Bare(f"{mixer}.conv1d.bias", transposed=False),
-        "recurrent/log_rate": Bare(f"{mixer}.A_log", transposed=False),
-        "recurrent/step_bias": Bare(f"{mixer}.dt_bias", transposed=False),
-        "recurrent/skip": Bare(f"{mixer}.D", transposed=False),
+        "recurrent/conv": Source(f"{mixer}.conv1d.weight", ones=CONVOLUTION),
+        "recurrent/conv_bias": Source(f"{mixer}.conv1d.bias", transposed=False),
+        "recurrent/log_rate": Source(f"{mixer}.A_log", transposed=False),
+        "recurrent/step_bias": Source(f"{mixer}.dt_bias", transposed=False),
+        "recurrent/skip": Source(f"{mixer}.D", transposed=False),
     }
 
 
@@ -164,8 +164,8 @@ BAMBA_NAMES = Names(
     norm="final_layernorm",
 )
 _SHARED: dict[str, Module] = {
-    "gate": Grouped("shared_mlp.input_linear", _halves, (0,)),
-    "up": Grouped("shared_mlp.input_linear", _halves, (1,)),
+    "gate": Source("shared_mlp.input_linear", _halves, (0,)),
+    "up": Source("shared_mlp.input_linear", _halves, (1,)),
     "down": "shared_mlp.output_linear",
 }
 GRANITE_HYBRID_NAMES = Names(

@@ -96,72 +96,63 @@ def gate_and_up(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
     return 1, (model.ffn_width, model.ffn_width)
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """A tensor whose outputs are equal groups, each with pieces for several of our outputs.
-
-    Attributes:
-        name: of the module.
-        groups: the number of groups and the widths of the pieces in each (``qkv_groups``).
-        pieces: the pieces that make up the leaf, one behind the other; None for all.
-    """
-
-    name: str
-    groups: Groups = qkv_groups
-    pieces: tuple[int, ...] | None = None
-
-    def parts(
-        self, model: GPTConfig, block: str, kind: str, *, transposed: bool, start: int = 0
-    ) -> Iterator[TensorPart]:
-        """The parts of a leaf from the column ``start`` on.
-
-        Their names begin with ``block`` and end with ``kind``.
-        """
-        part = TensorPart(block + self.name + kind, transposed=transposed)
-        count, widths = self.groups(model)
-        outputs = sum(widths)
-        for piece in range(len(widths)) if self.pieces is None else self.pieces:
-            width, before = widths[piece], sum(widths[:piece])
-            for group in range(count):
-                first = group * outputs + before
-                yield replace(part, start=start, stop=start + width, first=first, outputs=count * outputs)
-                start += width
+def alternating(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
+    """A group of two outputs for each of the MLP's: of its gate, and of the projection that it multiplies."""
+    return model.ffn_width, (1, 1)
 
 
 @dataclass(frozen=True)
-class Bare:
-    """A tensor that is one of our parameters itself, not a module's kernel or bias.
+class Source:
+    """Outputs of a module or of a tensor that make up one of our weights.
 
     Attributes:
-        name: the tensor's name. With "{expert}" in it there is a tensor for each expert.
-        transposed: as in ``TensorPart``.
+        name: of the module; of the tensor itself if our weight is no module's kernel or bias. With "{expert}"
+            in it there is a tensor for each expert.
+        groups: the number of equal groups of the tensor's outputs, and the widths of the pieces of each
+            (``qkv_groups``); None if the tensor is one piece.
+        pieces: the pieces of each group that make up the weight, one behind the other; None for all.
+        transposed: as in ``TensorPart``, of a tensor that is named itself.
         stacked: whether it holds the matrices of all experts.
-        turn: None, or the columns that it holds: the first (0) or the second (1) of each pair.
-        halves: whether ``turn`` counts halves of the columns instead of elements of each pair.
         ones: as in ``TensorPart``.
     """
 
     name: str
+    groups: Groups | None = None
+    pieces: tuple[int, ...] | None = None
     transposed: bool = True
     stacked: bool = False
-    turn: int | None = None
-    halves: bool = False
     ones: Shape = ()
 
-    def parts(self, model: GPTConfig, block: str) -> tuple[TensorPart, ...]:
-        """The tensors of the parameter; their names begin with ``block``."""
-        part = TensorPart(block + self.name, transposed=self.transposed, ones=self.ones)
-        if self.turn is not None:
-            first, step = (self.turn * model.ffn_width, 1) if self.halves else (self.turn, 2)
-            part = replace(part, first=first, step=step, outputs=2 * model.ffn_width)
+    def parts(self, model: GPTConfig, block: str, first: TensorPart | None = None) -> Iterator[TensorPart]:
+        """The tensors of the weight; their names begin with ``block``.
+
+        ``first`` describes a module's tensor: the end of its name, its layout, and its first column.
+        """
+        part = first or TensorPart("", transposed=self.transposed, ones=self.ones)
+        part = replace(part, name=block + self.name + part.name)
         if self.stacked:
             part = replace(part, experts=model.experts)
-        elif "{expert}" not in self.name:
-            return (part,)
-        return tuple(
-            replace(part, name=part.name.replace("{expert}", str(expert)), expert=expert)
-            for expert in range(model.experts)
-        )
+        each = "{expert}" in self.name or self.stacked
+        for expert in range(model.experts) if each else (None,):
+            name = part.name.replace("{expert}", str(expert))
+            yield from self._pieces(model, replace(part, name=name, expert=expert))
+
+    def _pieces(self, model: GPTConfig, part: TensorPart) -> Iterator[TensorPart]:
+        if self.groups is None:
+            yield part
+            return
+        (count, widths), start = self.groups(model), part.start
+        step = sum(widths)
+        part = replace(part, outputs=count * step)
+        for piece in range(len(widths)) if self.pieces is None else self.pieces:
+            width, first = widths[piece], sum(widths[:piece])
+            if width == 1:
+                yield replace(part, start=start, stop=start + count, first=first, step=step)
+            else:
+                for group in range(count):
+                    begin = start + group * width
+                    yield replace(part, start=begin, stop=begin + width, first=first + group * step)
+            start += count * width
 
 
 @dataclass(frozen=True)
@@ -174,24 +165,18 @@ class Joined:
         ones: as in ``TensorPart``.
     """
 
-    names: tuple[str | Grouped, ...]
+    names: tuple[str | Source, ...]
     widths: Callable[[GPTConfig], Sequence[int]]
     ones: Shape = ()
 
-    def parts(
-        self, model: GPTConfig, block: str, kind: str = "", *, transposed: bool = True
-    ) -> Iterator[TensorPart]:
-        """The parts of the weight; their names begin with ``block`` and end with ``kind``."""
-        start = 0
+    def parts(self, model: GPTConfig, block: str, first: TensorPart | None = None) -> Iterator[TensorPart]:
+        """The tensors of the weight, as from ``Source.parts``."""
+        part, start = first or TensorPart("", transposed=True, ones=self.ones), 0
         for own, width in zip(self.names, self.widths(model), strict=True):
-            if not width:  # a layer that lacks the module
-                continue
-            if isinstance(own, str):
-                name, stop = block + own + kind, start + width
-                yield TensorPart(name, start, stop, transposed, ones=self.ones)
-            else:
-                yield from own.parts(model, block, kind, transposed=transposed, start=start)
-            start += width
+            if width:  # a layer may lack the module
+                own = Source(own) if isinstance(own, str) else own
+                yield from own.parts(model, block, replace(part, start=start, stop=start + width))
+                start += width
 
 
 def qkv_widths(model: GPTConfig) -> tuple[int, int, int]:
@@ -199,11 +184,11 @@ def qkv_widths(model: GPTConfig) -> tuple[int, int, int]:
     return model.attention_width, model.keys_width, model.values_width
 
 
-Module = str | Grouped | Joined
+Module = str | Source | Joined
 """The Hugging Face modules of one of our modules: one, a part of one, or several side by side."""
 
 
-Tensors = dict[str, Bare | Joined]
+Tensors = dict[str, Source | Joined]
 """Our parameters that are whole tensors -> the tensors."""
 
 
@@ -228,7 +213,7 @@ class Names:
 
     block: dict[str, Module]
     bare: Tensors = field(default_factory=dict)
-    outside: dict[str, Bare] = field(default_factory=dict)
+    outside: dict[str, Source] = field(default_factory=dict)
     layers: str = "layers.{layer}."
     embed: str = "embed_tokens"
     norm: str = "norm"
@@ -260,7 +245,7 @@ class Names:
         found["head/bias"] = (TensorPart(f"{self.head}.bias"),)
         if self.position is not None:
             found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
-        found |= {ours: tensor.parts(model, prefix) for ours, tensor in self.outside.items()}
+        found |= {ours: tuple(tensor.parts(model, prefix)) for ours, tensor in self.outside.items()}
         blocks = [self._of_block(kind, prefix + self.layers) for kind, _ in model.kinds]
         return TensorParts(found, blocks, model.order)
 
@@ -272,12 +257,10 @@ class Names:
                 assert isinstance(theirs, str)
                 found |= _norm(f"block/{ours}", prefix + theirs)
                 continue
-            for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
-                if isinstance(theirs, str):
-                    parts = (TensorPart(f"{prefix}{theirs}.{kind}", transposed=turned),)
-                else:
-                    parts = tuple(theirs.parts(model, prefix, f".{kind}", transposed=turned))
-                found[f"block/{ours}/{leaf}"] = parts
+            source = Source(theirs) if isinstance(theirs, str) else theirs
+            kernel, bias = TensorPart(".weight", transposed=self.transposed), TensorPart(".bias")
+            for leaf, first in (("kernel", kernel), ("bias", bias)):
+                found[f"block/{ours}/{leaf}"] = tuple(source.parts(model, prefix, first))
         for ours, tensor in self.bare.items():
             found[f"block/{ours}"] = tuple(tensor.parts(model, prefix))
         return found

@@ -22,7 +22,7 @@ from zerojax.interop.huggingface.hybrid import key_heads
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR, renamed
 from zerojax.interop.huggingface.llama import NO_BIASES, like_llama, unrotated_layers
 from zerojax.interop.huggingface.mamba import mamba_modules, mamba_tensors
-from zerojax.interop.huggingface.mapping import Bare, Joined, Names, qkv_widths
+from zerojax.interop.huggingface.mapping import Joined, Names, Source, qkv_widths
 from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
@@ -170,10 +170,10 @@ NEMOTRON_H_NAMES = Names(
     }
     | mamba_modules("mixer"),
     {
-        "mlp/router": Bare("mixer.gate.weight"),
-        "mlp/choice_bias": Bare("mixer.gate.e_score_correction_bias", transposed=False),
-        "mlp/up": Bare("mixer.experts.{expert}.up_proj.weight"),
-        "mlp/down": Bare("mixer.experts.{expert}.down_proj.weight"),
+        "mlp/router": Source("mixer.gate.weight"),
+        "mlp/choice_bias": Source("mixer.gate.e_score_correction_bias", transposed=False),
+        "mlp/up": Source("mixer.experts.{expert}.up_proj.weight"),
+        "mlp/down": Source("mixer.experts.{expert}.down_proj.weight"),
     }
     | mamba_tensors("mixer"),
     embed="embeddings",

@@ -38,7 +38,7 @@ from zerojax.interop.huggingface.llama import (
     like_llama,
     linear_biases,
 )
-from zerojax.interop.huggingface.mapping import Grouped, Names, TensorParts
+from zerojax.interop.huggingface.mapping import Names, Source, TensorParts, qkv_groups
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 from zerojax.models.options import Branches
@@ -83,7 +83,7 @@ GPT_NEOX = (
 GPT_NEOX_NAMES = Names(
     {
         "norm_attention": "input_layernorm",
-        "attention/qkv": Grouped("attention.query_key_value"),
+        "attention/qkv": Source("attention.query_key_value", qkv_groups),
         "attention/out": "attention.dense",
         "norm_mlp": "post_attention_layernorm",
         "mlp/up": "mlp.dense_h_to_4h",
@@ -163,7 +163,7 @@ class FalconNames(Names):
 _FALCON_NORMS = "input_layernorm", "post_attention_layernorm"
 FALCON_NAMES = FalconNames(
     {
-        "attention/qkv": Grouped("self_attention.query_key_value"),
+        "attention/qkv": Source("self_attention.query_key_value", qkv_groups),
         "attention/out": "self_attention.dense",
         "mlp/up": "mlp.dense_h_to_4h",
         "mlp/down": "mlp.dense_4h_to_h",

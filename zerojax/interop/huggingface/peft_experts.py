@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Bare, Tensor, TensorPart
+from zerojax.interop.huggingface.mapping import Source, Tensor, TensorPart, alternating
 from zerojax.models.config import GPTConfig
 
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
@@ -56,7 +56,7 @@ def wrapped(module: str, parameter: str, adapted: Collection[str]) -> str:
 def interleaves(parameter: str, family: Family) -> bool:
     """Whether the outputs of gate and up alternate in a parameter, as in gpt-oss."""
     gate, several = family.names.bare.get("mlp/gate"), len(PARAMETERS[parameter]) > 1
-    return several and isinstance(gate, Bare) and gate.turn is not None and not gate.halves
+    return several and isinstance(gate, Source) and gate.groups is alternating
 
 
 def from_files(
