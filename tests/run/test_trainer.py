@@ -219,6 +219,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         zerojax.Trainer(abstract(), evaluate_every=1)
     odd: list[tuple[str, Any]] = [
         ("evaluate has no batch", {"evaluate": []}),
+        ("dict in place of batches: give a list", {"evaluate": draw(0)}),
         ("give a list of zerojax.Callback", {"callbacks": [print]}),
         ("Retention\\(newest=3\\)", {"retention": 3}),
         ("no tracker 'wandbb'", {"trackers": ["wandbb"], "folder": tmp_path}),
@@ -227,14 +228,32 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     for words, options in odd:
         with pytest.raises(zerojax.ZeroError, match=words):
             zerojax.Trainer(abstract(), **options)
+    returned: list[tuple[str, Any]] = [("return scalars by name", 1.0), ("return a scalar", {"x": [1.0]})]
+    for words, values in returned:
+        with pytest.raises(zerojax.ZeroError, match=words):
+            zerojax.Trainer(abstract(), evaluate=lambda _, values=values: values).evaluation()
     trainer = zerojax.Trainer(abstract())
+    with pytest.raises(zerojax.ZeroError, match="dict in place of batches"):
+        trainer.fit(draw(0), steps=3)
     with pytest.raises(RunError, match="the batches ended after 2: give more"):
         trainer.fit(iter([draw(0), draw(1)]), steps=3)
     assert trainer.step == 2
+    before = trainer.state
+    trainer.fit([draw(2)], steps=3)
+    with pytest.raises(zerojax.ZeroError, match="use the state that train_step returned"):
+        zerojax.Trainer(before)
 
     class Opaque(Positioned):
         def get_state(self) -> Any:
             return b"12"
 
     with pytest.raises(zerojax.ZeroError, match="returns a bytes, which JSON cannot hold"):
-        trainer.fit(Opaque(), steps=3)
+        trainer.fit(Opaque(), steps=4)
+
+
+def test_a_last_step_that_is_skipped_is_not_saved_and_says_so(tmp_path: Path, capsys: Any) -> None:
+    nan = {"x": np.full((4, 4), np.nan, np.float32)}
+    zerojax.Trainer(abstract(), tmp_path).fit([draw(0), nan], steps=2)
+    assert "step 2 was skipped, so no checkpoint of it is saved" in capsys.readouterr().out
+    zerojax.Trainer(abstract(), tmp_path, evaluate=HELD_OUT).fit([draw(0), nan], steps=2)
+    assert checkpoints.step_dirs.steps(tmp_path / "checkpoints") == [2]

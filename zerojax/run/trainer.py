@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from rich.table import Table
 
 from zerojax.comm.gather import gather_from_all
@@ -34,10 +35,11 @@ from zerojax.run.loop import TrainLoop
 from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.trackers import check_trackers
-from zerojax.train.state import TrainState, first_state, initial_base
+from zerojax.train.state import TrainState, check_there, first_state, initial_base
 from zerojax.train.step import Metrics
 from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import require
+from zerojax.validation.untrusted import short
 
 _VALIDATION = "validation_"
 Evaluate = Callable[[TrainState], Mapping[str, jax.Array | float]]
@@ -93,7 +95,8 @@ class Trainer(TrainLoop):
             loss's aux get the same prefix. Or a function of the state that returns scalars by name, which get
             that prefix.
         evaluate_every: steps between evaluations; there is always one at the end.
-        save_every: steps between checkpoints; there is always one at the end.
+        save_every: steps between checkpoints; there is always one at the end, unless that step was skipped and
+            no evaluation shows that the weights are good.
         save_minutes: also save when the last checkpoint is this many minutes old; 0 turns this off.
         retention: which checkpoints to keep; the newest two by default.
         callbacks: called in this order.
@@ -164,7 +167,7 @@ class Trainer(TrainLoop):
         self.folder = None if folder is None else RunFolder(Path(folder))
         self.lock = self.checkpoints = None
         self.watchdog = Watchdog(logger.warning)  # without limits
-        self._evaluate = evaluate if evaluate is None or callable(evaluate) else list(evaluate)
+        self._evaluate = evaluate if evaluate is None or callable(evaluate) else list(_several(evaluate))
         require(self._evaluate != [], "evaluate has no batch: leave it out, or give some")
         self._evaluate_every = None if evaluate is None else evaluate_every
         self._save_every = None if folder is None else save_every
@@ -189,6 +192,8 @@ class Trainer(TrainLoop):
         self._record = Record()
         if isinstance(state.step, jax.ShapeDtypeStruct):
             state = initial_base(state, seed)
+        else:
+            check_there(state)
         found = None if self.folder is None else resume(self.folder.checkpoints, state)
         if found is not None:
             state, self._saved, self._record = found
@@ -274,6 +279,11 @@ class Trainer(TrainLoop):
     def save(self) -> bool:
         """Start to save a checkpoint, and call the callbacks; False if the last step was skipped."""
         if not super().save():
+            if self.step == self._steps:
+                self.log.say(
+                    f"step {self.step} was skipped, so no checkpoint of it is saved: the weights may be broken. "
+                    "Give Trainer evaluate=: a finite validation_loss shows that they are not"
+                )
             return False
         if self.checkpoints is not None:
             self._saved = self.step
@@ -342,10 +352,18 @@ def _as_validation(values: Mapping[str, jax.Array | float]) -> Metrics:
     """The results of an evaluation with a prefix that no metric of a step has; "tokens" is dropped.
 
     Raises:
-        ConfigurationError: two results would get the same name.
+        ConfigurationError: two results would get the same name, or one is no scalar.
     """
+    require(
+        isinstance(values, Mapping),
+        f"evaluate returned {type(values).__name__}: return scalars by name, such as {{'loss': loss}}",
+    )
     named: Metrics = {}
     for name, value in values.items():
+        require(
+            isinstance(value, ArrayLike) and jnp.shape(value) == (),
+            f"evaluate returned {name!r} as {short(value)}: return a scalar, such as its mean",
+        )
         validation = name if name.startswith(_VALIDATION) else _VALIDATION + name
         require(
             validation not in named,
@@ -356,12 +374,21 @@ def _as_validation(values: Mapping[str, jax.Array | float]) -> Metrics:
     return {name: value for name, value in named.items() if name != f"{_VALIDATION}tokens"}
 
 
+def _several(batches: Iterable[Any]) -> Iterable[Any]:
+    """Refuse a single batch, whose keys would be taken for batches."""
+    require(
+        isinstance(batches, Iterable) and not isinstance(batches, Mapping),
+        f"{type(batches).__name__} in place of batches: give a list of batches, such as [batch], or an iterator",
+    )
+    return batches
+
+
 class _Source(Iterator[Any]):
     """The batches of ``Trainer.fit``, with their position."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        self._iterator = iter(batches)
+        self._iterator = iter(_several(batches))
         self._taken = 0
         self.position()
 
