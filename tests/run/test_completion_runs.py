@@ -13,7 +13,7 @@ import pytest
 from micro_run import Stop, die_at, micro_config, train
 
 from zerojax import gather_model
-from zerojax.cli import main
+from zerojax.cli import chat, main
 from zerojax.cli.chat import Dialogue
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ConfigurationError
@@ -213,6 +213,19 @@ def test_chat_on_conversations_uses_the_template(
     prompt = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     new = stream(model, prompt, 7, key=jax.random.key(0), how=Sampling(temperature=0), stop=0)
     assert out == ByteTokenizer().decode(list(new)).lstrip() + "\n"
+
+
+def test_chat_remembers_in_a_context_shorter_than_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data: dict[str, Any] = {"kind": "chat", "packing": "documents", "chat_template": "chatml"}
+    folder, prompts = RunFolder(tmp_path), []
+    folder.write_config(micro_config(tmp_path, data=data, model={"max_seq_len": 256}))
+    monkeypatch.setattr(chat.Options, "open_model", lambda *_: None)
+    monkeypatch.setattr(chat, "stream", lambda _, prompt, *__, **___: prompts.append(prompt) or iter(()))
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert main(["chat", str(folder.path), "--tokens", "300"]) == 0
+    assert "user\none<|im_end|>" in ByteTokenizer().decode(prompts[1].tolist())
 
 
 def test_of_conversations_the_last_answers_are_compared(tmp_path: Path) -> None:

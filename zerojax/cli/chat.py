@@ -134,7 +134,8 @@ def _open_dialogue(config: RunConfig, folder: RunFolder, options: Options) -> Di
     """A conversation in the form that the run was trained on."""
     kinds = {one.kind for one in config.data.sources}
     tokenizer = open_tokenizer(config.data, folder.data)
-    longest = max(1, config.model.max_seq_len - options.tokens)
+    context = config.model.max_seq_len  # a response may be longer than the rest: generation then moves on
+    longest = max(context // 2, context - options.tokens)
     if "chat" in kinds:
         template = open_template(config.data, folder.data)
     elif "completion" in kinds:

@@ -99,14 +99,16 @@ def batches_of(
     """Like ``make_batches``, from each source's rows to train on and its held-out rows.
 
     Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
+    There are more of them, so that ``train.accumulate`` does not change the validation loss.
     """
     size, sharing = config.train.batch_size, processes_a_row(config.zero.sequence_parallel)
+    micro = config.train.accumulate
     place = {"process": jax.process_index() // sharing, "processes": jax.process_count() // sharing}
     validation = validation_batches(
         held_out,
         weights=weights,
-        batch_size=size // config.train.accumulate,
-        batches=config.train.eval_batches,
+        batch_size=size // micro,
+        batches=config.train.eval_batches * micro,
         **place,
     )
     return TrainBatches(train, weights=weights, batch_size=size, seed=config.train.seed, **place), validation

@@ -95,8 +95,8 @@ class Trainer(TrainLoop):
             loss's aux get the same prefix. Or a function of the state that returns scalars by name, which get
             that prefix.
         evaluate_every: steps between evaluations; there is always one at the end.
-        save_every: steps between checkpoints; there is always one at the end, unless that step was skipped and
-            no evaluation shows that the weights are good.
+        save_every: steps between checkpoints; there is always one at the end, unless that step was skipped
+            and no evaluation shows that the weights are good.
         save_minutes: also save when the last checkpoint is this many minutes old; 0 turns this off.
         retention: which checkpoints to keep; the newest two by default.
         callbacks: called in this order.
@@ -281,8 +281,8 @@ class Trainer(TrainLoop):
         if not super().save():
             if self.step == self._steps:
                 self.log.say(
-                    f"step {self.step} was skipped, so no checkpoint of it is saved: the weights may be broken. "
-                    "Give Trainer evaluate=: a finite validation_loss shows that they are not"
+                    f"step {self.step} was skipped, so no checkpoint of it is saved: the weights may be "
+                    "broken. Give Trainer evaluate=: a finite validation_loss shows that they are not"
                 )
             return False
         if self.checkpoints is not None:
@@ -378,7 +378,7 @@ def _several(batches: Iterable[Any]) -> Iterable[Any]:
     """Refuse a single batch, whose keys would be taken for batches."""
     require(
         isinstance(batches, Iterable) and not isinstance(batches, Mapping),
-        f"{type(batches).__name__} in place of batches: give a list of batches, such as [batch], or an iterator",
+        f"{type(batches).__name__} in place of batches: give a list, such as [batch], or an iterator",
     )
     return batches
 

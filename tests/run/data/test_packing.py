@@ -142,6 +142,19 @@ def test_no_token_to_learn_within_a_row_is_refused(tmp_path: Path):
         PackedRows(file, 2)
 
 
+def test_micro_batches_do_not_change_which_rows_are_evaluated(tmp_path: Path):
+    file = write_documents(tmp_path, [np.full(15, 1 + i) for i in range(40)])
+
+    def evaluated(accumulate: int) -> np.ndarray:
+        train = {"sequence_length": 16, "batch_size": 8, "accumulate": accumulate, "eval_batches": 2}
+        config = micro_config(tmp_path, train=train)
+        _, batches = batches_of(config, [PackedRows(file, 16)], [make_rows(file, 16, "documents")])
+        assert {len(batch["tokens"]) for batch in batches} == {8 // accumulate}
+        return np.concatenate([batch["tokens"] for batch in batches])
+
+    np.testing.assert_array_equal(evaluated(1), evaluated(4))
+
+
 def test_rows_that_processes_share_are_those_of_all_and_resume_on_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -43,7 +43,7 @@ class TrainSection:
         accumulate: Micro-batches per optimizer step.
         seed: Seed of the initial weights, the data order, dropout and stochastic rounding.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
-        eval_batches: Batches per evaluation, spread evenly over the validation split.
+        eval_batches: Batches of batch_size sequences per evaluation, spread evenly over the validation split.
         eval_exact_match: Held-out prompts per evaluation that the model completes greedily; reports the share
             of completions that are right word for word. 0 is none.
         eval_samples: Held-out prompts per evaluation that the model completes greedily, for RUN/samples.jsonl
