@@ -15,6 +15,7 @@ from flax import nnx
 import zerojax
 from zerojax import checkpoints
 from zerojax.errors import RunError, Stopped
+from zerojax.run.checkpoints import step_dirs
 from zerojax.run.metrics.files import read_metrics
 from zerojax.run.weights import CHECKPOINTS
 
@@ -256,4 +257,4 @@ def test_a_last_step_that_is_skipped_is_not_saved_and_says_so(tmp_path: Path, ca
     zerojax.Trainer(abstract(), tmp_path).fit([draw(0), nan], steps=2)
     assert "step 2 was skipped, so no checkpoint of it is saved" in capsys.readouterr().out
     zerojax.Trainer(abstract(), tmp_path, evaluate=HELD_OUT).fit([draw(0), nan], steps=2)
-    assert checkpoints.step_dirs.steps(tmp_path / "checkpoints") == [2]
+    assert step_dirs.steps(tmp_path / "checkpoints") == [2]
