@@ -48,7 +48,7 @@ with open("ran.json", "w") as file:
     json.dump(ran, file, default=str)
 """
 
-# Seconds. Beside the tests, at the lowest priority on two cores, a minute's work has taken more than five.
+# Seconds. Beside the tests, at a lower priority on two cores, a minute's work has taken more than five.
 _LIMIT = 1800
 
 

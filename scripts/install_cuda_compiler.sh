@@ -10,7 +10,7 @@
 set -euo pipefail
 
 python=${PYTHON:-python}
-version=$("$python" -c 'import jax; print(jax.__version__)')
+version=$("$python" -c 'from importlib.metadata import version; print(version("jax"))')
 dir=${1:-$("$python" -c 'from zerojax import aot; print(aot.compiler_dir())')}
 if [ -e "$dir/complete" ]; then
   exit 0

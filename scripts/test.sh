@@ -12,40 +12,44 @@ export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 PIP_NO_COMPILE=0 "$here/setup.sh" dev
 export NO_MKDOCS_2_WARNING=1 NOTEBOOK_RESULTS=off
 site=(.venv/bin/mkdocs build --strict --quiet)
+# A larger space for new objects: pyright takes 15% less CPU time.
+types=(env NODE_OPTIONS="--max-semi-space-size=128 ${NODE_OPTIONS:-}" .venv/bin/pyright)
 prepare() {
     # What compiles for GPU clusters without a GPU; the tests that need it skip themselves without it.
-    PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
+    compiler=$(.venv/bin/python -c "from zerojax import aot; print(aot.compiler_dir())")
+    PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh" "$compiler"
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
 }
 if [ $# -gt 0 ]; then
     prepare
     "${site[@]}"
-    .venv/bin/pyright
+    "${types[@]}"
     exec .venv/bin/pytest "$@"
 fi
 
-# Beside the tests, to which they give way; their output follows.
+# Beside the tests, to which they give way a little: what is left when the tests end uses one core of two. Their
+# output follows.
 output=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
 names=() processes=()
 beside() {
-    nice -n 19 "${@:2}" >"$output/$1" 2>&1 &
+    nice -n 5 "${@:2}" >"$output/$1" 2>&1 &
     names+=("$1") processes+=($!)
 }
-beside pyright .venv/bin/pyright
+beside pyright "${types[@]}"
 beside mkdocs "${site[@]}"
 prepare
 # The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below.
-compiler=$(.venv/bin/python -c "from zerojax.analysis import aot; print(aot.compiler_dir())")
-lowering=(.venv/bin/pytest -q -p no:cacheprovider tests/pallas_kernels/test_lowering.py)
-beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
+lowering=(.venv/bin/pytest -q -p no:cacheprovider --noconftest tests/pallas_kernels/test_lowering.py)
+beside "lowering of kernels" env JAX_PLATFORMS=cpu PYTHONPATH="$compiler" "${lowering[@]}"
 
 failed=()
 # These wait most of the time, so there are four at once, and the processes above compute in the meantime. A
 # process reads all files that it is given before its first test, so it is given these alone.
 mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 .venv/bin/pytest -n 4 --dist worksteal -m "alone and not slow" --cost - "${files[@]}" || failed+=("tests alone")
+beside pyright 5 "${types[@]}"
 .venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone" --cost - || failed+=("tests")
 for i in "${!names[@]}"; do
     wait "${processes[i]}" || failed+=("${names[i]}")

@@ -22,8 +22,7 @@ from environment import (
 
 gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
-share_optimizers()
-pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
+_PLUGINS = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,8 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse platforms on which no test can run; measure each test, and report where the terminal is."""
     check_platforms()
     file = config.getoption("cost")
-    if file and not config.getoption("numprocesses", None):
-        config.pluginmanager.register(Meter())
+    if not config.getoption("numprocesses", None):  # else others run the tests, and this one imports nothing
+        share_optimizers()
+        for plugin in _PLUGINS:
+            config.pluginmanager.import_plugin(plugin)
+        if file:
+            config.pluginmanager.register(Meter())
     if file and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Reporter(file))
     if hasattr(config, "workerinput"):
