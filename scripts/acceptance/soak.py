@@ -236,7 +236,7 @@ def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     from zerojax.run.checkpoints.canonical import to_canonical
 
     state = restore(
-        folder / "checkpoints" / str(step), RunSetup(load_config(folder / "config.toml")).abstract_state()
+        folder / "checkpoints" / str(step), RunSetup(load_config(folder / "config.toml")).abstract_state
     )
     flat, _ = jax.tree_util.tree_flatten_with_path(to_canonical(state))
     return {

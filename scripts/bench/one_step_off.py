@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest.mock import patch
 
 import harness
 
 from zerojax.cli import main
-from zerojax.posttrain.engines.rollouts import EngineRollouts, Pending
+from zerojax.posttrain.engines.rollouts import EngineRollouts
 from zerojax.posttrain.rollout.generator import OwnGenerator
 from zerojax.run.metrics.files import read_metrics
 from zerojax.train.state import TrainState
@@ -38,15 +37,17 @@ class Versioned(OwnGenerator):
 class OwnEngine:
     """``EngineRollouts`` whose engine is this run: it has finished a rollout when ``start`` returns."""
 
-    def start(self, state: TrainState, step: int, make: Callable[..., Any]) -> Pending:
-        """Generate with the weights of ``step``."""
-        stop, future = Event(), Future[Any]()
-        future.set_result(make(Versioned(state, step), stop.is_set))
-        return Pending(future, stop)
+    stops = False
 
-    def wait(self, pending: Pending, *_: object) -> Any:
+    def start(self, state: TrainState, step: int, make: Callable[..., Any]) -> Future[Any]:
+        """Generate with the weights of ``step``."""
+        future = Future[Any]()
+        future.set_result(make(Versioned(state, step), lambda: self.stops))
+        return future
+
+    def wait(self, pending: Future[Any], *_: object) -> Any:
         """The rollout."""
-        return pending.future.result()
+        return pending.result()
 
     def close(self) -> None:
         """Nothing is left to do."""

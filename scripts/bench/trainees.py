@@ -42,7 +42,7 @@ class Trainee:
     def __init__(self, config: RunConfig, threads: Executor) -> None:
         """Lower what a run of it needs, and have it compiled by ``threads``."""
         self.config = config
-        self.state = RunSetup(config).abstract_state()
+        self.state = RunSetup(config).abstract_state
         self._init = initializer(self.state.spec)
         batch = abstract_batch(config)
         lowered = (

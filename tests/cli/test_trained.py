@@ -15,7 +15,7 @@ from zerojax.zero_config import ZeroConfig
 
 
 def layouts(config: RunConfig) -> tuple[ParamLayout, ...]:
-    return RunSetup(config, trains=False).abstract_state().spec.frozen
+    return RunSetup(config, trains=False).abstract_state.spec.frozen
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import functools
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 
-abstract_state: Callable[[build.RunSetup], zerojax.TrainState] = build.RunSetup.abstract_state
+abstract_state = build.RunSetup.abstract_state.func
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -47,7 +47,7 @@ def shared_steps() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_optimizer", shared_optimizer)
-        patch.setattr(build.RunSetup, "abstract_state", shared_state)
+        patch.setattr(build.RunSetup, "abstract_state", property(shared_state))
         yield
 
 

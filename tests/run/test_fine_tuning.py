@@ -46,7 +46,7 @@ def test_a_run_that_resumes_draws_the_same_base(text: Path, monkeypatch: pytest.
     compiled = functools.partial(jax.jit, compiler_options={"xla_cpu_parallel_codegen_split_count": 32})
     monkeypatch.setattr(initial, "in_portions", lambda init, places: compiled(init, out_shardings=places))
     setup = RunSetup(micro_config(text, **LORA | {"zero": {}}))
-    first, again = setup.initial_state(), initial_base(setup.abstract_state(), seed=0)
+    first, again = setup.initial_state(), initial_base(setup.abstract_state, seed=0)
     assert jax.tree.leaves(first.frozen)
     jax.tree.map(np.testing.assert_array_equal, again.frozen, first.frozen)
     assert int(again.base["fingerprint"]) == int(first.base["fingerprint"])
@@ -147,6 +147,6 @@ def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path
     config = micro_config(text, **LORA)
     run = train(config, tmp_path / "run")
     assert read_manifest(run.folder.checkpoints / "4").record.base == ""
-    state = initial_base(RunSetup(config).abstract_state(), seed=1)
+    state = initial_base(RunSetup(config).abstract_state, seed=1)
     with pytest.raises(ZeroError, match="trained on another base"):
         restore(run.folder.checkpoints / "4", state)

@@ -37,7 +37,7 @@ def test_the_head_alone_is_new(text: Path, finished: RunFolder) -> None:
     assert "model.outputs = 1: the head is new, drawn by train.seed" in notes
     found = zerojax.gather_params(state)
     plain = RunSetup(replace(config, model=finished.read_config().model))
-    same_but_the_head(found, zerojax.gather_params(restore(source, plain.abstract_state())))
+    same_but_the_head(found, zerojax.gather_params(restore(source, plain.abstract_state)))
     head = found["head"]["embedding"]
     assert head.shape == (1, 16)
     np.testing.assert_array_equal(
@@ -70,7 +70,7 @@ def test_beside_adapters_the_head_is_trained(text: Path, finished: RunFolder, tm
     folder, setup = RunFolder(tmp_path), RunSetup(config)
     start = start_run(setup, folder, None, finished.path)
     assert {leaf.path[-1] for leaf in start.state.spec.leaves} == {"lora_a", "lora_b", "embedding"}
-    again = with_base(setup.abstract_state(), folder, start.base, config, CHECKPOINTS)
+    again = with_base(setup.abstract_state, folder, start.base, config, CHECKPOINTS)
     jax.tree.map(np.testing.assert_array_equal, again.frozen, start.state.frozen)
     frozen = replace(config, zero=config.zero.replace(frozen=("*",)))
     with pytest.raises(ConfigurationError, match="includes the head, which is new: add '!head/\\*'"):

@@ -175,7 +175,7 @@ def show_plan(
             data = replace(data, tokenizer=str(Path(place) / own.name))
         check_inputs(replace(settings, data=data), folder, manifest)
     begins = _beginning(options, settings, manifest)
-    print(describe_plan(setup.abstract_state()))
+    print(describe_plan(setup.abstract_state))
     print(f"{folder.path}: {begins}, and train until step {settings.train.steps:,}; nothing was written")
 
 

@@ -79,7 +79,7 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
     """The abstract state of ``emulated_setup`` and the run's abstract batch; errors as there."""
     setup = emulated_setup(config)
     pairs = config.posttrain.method in PREFERENCES
-    return setup.abstract_state(), abstract_pairs(config) if pairs else abstract_batch(config)
+    return setup.abstract_state, abstract_pairs(config) if pairs else abstract_batch(config)
 
 
 def emulated_setup(config: RunConfig) -> RunSetup:

@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from jaxtyping import UInt8
@@ -56,30 +56,6 @@ def create() -> int:
     return descriptor
 
 
-class Kept(NamedTuple):
-    """The memory that a launcher gave to this process, and the seconds of work that may be repeated."""
-
-    memory: "SnapshotMemory"
-    seconds: float
-
-    @classmethod
-    def find(cls) -> Self | None:
-        """The memory that the launcher has passed; None if it keeps no snapshots. Later calls return None.
-
-        Raises:
-            ConfigurationError: the variable does not name an open file in memory.
-        """
-        if (given := os.environ.pop(VARIABLE, None)) is None:
-            return None
-        try:
-            descriptor, seconds = given.split()
-            return cls(SnapshotMemory(int(descriptor)), float(seconds))
-        except (ValueError, OSError) as error:
-            raise ConfigurationError(
-                f"{VARIABLE}={given!r} is not from `zerojax launch` ({error}): unset it"
-            ) from None
-
-
 class SnapshotMemory:
     """The file of one process, with its two generations; ``whole`` are its bytes."""
 
@@ -89,6 +65,25 @@ class SnapshotMemory:
         os.set_inheritable(descriptor, False)  # programs that this one starts do not need it
         self._descriptor = descriptor
         self._map()
+
+    @classmethod
+    def find(cls) -> tuple[Self, float] | None:
+        """The memory that the launcher has passed, and the seconds of work that may be repeated.
+
+        None if it keeps no snapshots. Later calls return None.
+
+        Raises:
+            ConfigurationError: the variable does not name an open file in memory.
+        """
+        if (given := os.environ.pop(VARIABLE, None)) is None:
+            return None
+        try:
+            descriptor, seconds = given.split()
+            return cls(int(descriptor)), float(seconds)
+        except (ValueError, OSError) as error:
+            raise ConfigurationError(
+                f"{VARIABLE}={given!r} is not from `zerojax launch` ({error}): unset it"
+            ) from None
 
     def _map(self) -> None:
         size = os.fstat(self._descriptor).st_size

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from zerojax import terminal
 from zerojax.log import logger
@@ -180,7 +180,7 @@ class Supervisor:
                 self._processes[value].wait()
                 self._react(value, _exit_code(self._processes[value].returncode), running)
             elif kind == "killed":
-                code = _exit_code(-_state(self._processes[value].pid).signal)
+                code = _exit_code(-(_killed_by(self._processes[value].pid) or 0))
                 self._react(value, code, running - {value})
             elif kind == "signal":
                 self._signals.append(value)
@@ -234,9 +234,9 @@ class Supervisor:
         """
         pid = self._processes[index].pid
         if (_PROCESSES / "self").exists():
-            while not (state := _state(pid)).ends:
+            while (killer := _killed_by(pid)) is None:
                 time.sleep(_LOOK_EVERY)
-            if state.signal:
+            if killer:
                 self._events.put(("killed", index))
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         self._events.put(("end", index))
@@ -288,14 +288,7 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-class _State(NamedTuple):
-    """The state of a process's main thread."""
-
-    ends: bool
-    signal: int  # that has killed the process; 0 for none
-
-
-def _state(pid: int) -> _State:
-    """The state of a child that has not been reaped."""
+def _killed_by(pid: int) -> int | None:
+    """The signal that has killed a child's main thread, 0 if it ends by itself; None while it runs."""
     found = (_PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()
-    return _State(found[0] in "ZX", int(found[-1]) & 0x7F)
+    return int(found[-1]) & 0x7F if found[0] in "ZX" else None

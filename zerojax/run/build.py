@@ -23,7 +23,7 @@ from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog, end_alone
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
-from zerojax.run.metrics.log import Listener, RunLog, StepCosts
+from zerojax.run.metrics.log import Listener, RunLog
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers
@@ -86,7 +86,7 @@ class RunSetup:
     @cached_property
     def _in_host(self) -> tuple[TrainSpec, int]:
         """The spec of the run's state, and the bytes of a device's activations in host memory."""
-        train, spec = self.config.train, self.abstract_state().spec
+        train, spec = self.config.train, self.abstract_state.spec
         rows = sequences_of(train.batch_size, spec.world.size, self.zero)
         work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
         return spec, predict_memory(spec, work).host.get("activations", 0)
@@ -95,17 +95,14 @@ class RunSetup:
         """Trace the step and load its program, as long as this process stands by."""
         if not standby.waits(0):
             return
-        lowered = lower_train_step(self.abstract_state(), batch)
+        lowered = lower_train_step(self.abstract_state, batch)
         while standby.waits(_LOOK_EVERY):
             if compilation_cache.load(lowered):
                 break
 
+    @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
-        return self._abstract_state
-
-    @cached_property
-    def _abstract_state(self) -> TrainState:
         return TrainState.abstract(
             lambda rngs: GPT(self.config.model, rngs=rngs),
             self.tx,
@@ -118,7 +115,7 @@ class RunSetup:
 
     def initial_state(self, *, base: bool = True) -> TrainState:
         """The model and optimizer at step 0, created sharded; with ``base``, the frozen weights as well."""
-        state, seed = self.abstract_state(), self.config.train.seed
+        state, seed = self.abstract_state, self.config.train.seed
         if base:
             state = initial_base(state, seed)
         return first_state(state, seed)
@@ -140,7 +137,7 @@ def check_batch(config: RunConfig, mesh: Mesh) -> None:
 
 def abstract_model(config: RunConfig) -> TrainState:
     """The abstract state of a run without its optimizer, for commands that use a trained model."""
-    return RunSetup(config, trains=False).abstract_state()
+    return RunSetup(config, trains=False).abstract_state
 
 
 class Trained(NamedTuple):
@@ -184,12 +181,10 @@ def make_log(
         trackers=config.log.trackers,
         project=config.log.project,
         settings=config_to_dict(config),
-        costs=StepCosts(
-            tokens=tokens,
-            flops=tokens * flops,
-            devices=trained[0].state.spec.world.size,
-            internode_bytes=sum(report.between_nodes for report in reports),
-        ),
+        tokens=tokens,
+        flops=tokens * flops,
+        devices=trained[0].state.spec.world.size,
+        internode_bytes=sum(report.between_nodes for report in reports),
         # All at once, before training: fetching one per step would wait for the step.
         learning_rates=np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
         start=step,

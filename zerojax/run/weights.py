@@ -214,7 +214,7 @@ def _resumed(
     changes = changes_since(manifest, setup.config, folder)
     changes += rate_changes(saved_config(record.config), setup.config, manifest.step - record.skipped)
     setup.reserve_host_memory()
-    state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
+    state = with_base(setup.abstract_state, folder, record.base, setup.config, reader)
     kept = ", which is in memory" if isinstance(manifest, checkpoints.Snapshot) else ""
     notes = ["; ".join([f"resuming from step {manifest.step}{kept}", *changes])]
     notes += keep_for(folder, folder.path / record.base)

@@ -250,7 +250,7 @@ def test_a_base_with_its_adapters_off_is_the_reference(
     assert own.reference.state is None
     with open_run(settings, tmp_path / "other", finished) as trainer:
         whole = settings.all_trained()
-        trained = RunSetup(whole).abstract_state()
+        trained = RunSetup(whole).abstract_state
         trainer.reference = Reference.of(whole, trainer.folder, trainer.base, trained, CHECKPOINTS)
         assert trainer.reference.state is not None
         trainer.train()

@@ -82,7 +82,7 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     np.testing.assert_allclose(found, expected(config, state, rollout), rtol=1e-4, atol=1e-6)
     # The memory of the roles before the start is that of the arrays.
     assert isinstance(scorer, ModelScorer)
-    roles = RoleMemory.of(policy, RunSetup(policy).abstract_state().spec)
+    roles = RoleMemory.of(policy, RunSetup(policy).abstract_state.spec)
     assert (roles.reward_model, roles.critic, roles.reference) == (held(scorer.state), held(state), None)
     assert {"critic", "reward model"} <= set(map(str, roles.table().columns[0].cells))
     scorer.state = state.with_params(jax.tree.map(lambda x: x * jnp.nan, state.params))

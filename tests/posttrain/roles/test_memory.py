@@ -66,7 +66,7 @@ def test_where_only_a_part_is_frozen_the_reference_is_what_the_policy_was(config
 
 def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(config: RunConfig) -> None:
     config = with_settings(config, {"lora": {"rank": 2}})
-    spec = RunSetup(config).abstract_state().spec
+    spec = RunSetup(config).abstract_state.spec
     roles = RoleMemory.of(config, spec, room=0)
     assert roles.generator is not None
     assert (roles.reference, roles.generator.form) == (0, "gathered")
@@ -77,7 +77,7 @@ def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(conf
 @pytest.mark.parametrize(("method", "beside"), [("dpo", 1), ("reward", 0)])
 def test_preferences_need_no_generator(config: RunConfig, method: Any, beside: int) -> None:
     config = dataclasses.replace(config, posttrain=PosttrainSection(method=method))
-    spec = RunSetup(config).abstract_state().spec
+    spec = RunSetup(config).abstract_state.spec
     roles = RoleMemory.of(config, spec)
     assert roles.generator is None
     assert (roles.reference is not None) == beside

@@ -131,6 +131,16 @@ def test_a_store_that_fails_is_reported_and_tried_again(bucket: Bucket, tmp_path
         copier.close()
 
 
+def test_other_errors_of_the_copying_thread_end_the_run(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = Copier(copy_of(tmp_path), Retention(), print)
+    monkeypatch.setattr(copier.copy, "push", lambda *_: 1 // 0)
+    copier.start(2)
+    with pytest.raises(ZeroDivisionError):
+        copier.close()
+
+
 def test_a_run_continues_on_another_host_and_mesh(
     bucket: Bucket, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

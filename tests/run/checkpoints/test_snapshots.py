@@ -188,7 +188,7 @@ def test_a_newer_checkpoint_and_other_settings_count_more(
 def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that stands by checks it before it may use it. Another process has made the memory larger."""
     memory = SnapshotMemory(snapshot_memory.create())
-    mine = snapshots.Snapshots(snapshot_memory.Kept(memory, 5.0), zerojax.make_mesh(1, 1))
+    mine = snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1))
     mine.check()
     theirs = SnapshotMemory(os.dup(memory._descriptor))
     theirs.resize(8, 1)
@@ -229,18 +229,18 @@ def test_memory_that_cannot_be_locked_is_refused_with_the_way_out(monkeypatch: p
     def fails(*_: object) -> None:
         raise RunError("CUDA's cuMemHostRegister_v2 failed: out of memory (2)")
 
-    kept = snapshot_memory.Kept(SnapshotMemory(snapshot_memory.create()), 5.0)
-    kept.memory.resize(1000, 1)
+    memory = SnapshotMemory(snapshot_memory.create())
+    memory.resize(1000, 1)
     monkeypatch.setattr(snapshots, "page_locked", fails)
     with pytest.raises(RunError, match=r"cannot lock .* out of memory.*--snapshot-seconds 0"):
-        snapshots.Snapshots(kept, zerojax.make_mesh(1, 1))
+        snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1))
 
 
 def test_waiting_for_snapshots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(snapshots.time, "monotonic", lambda: now)
-    kept = snapshot_memory.Kept(SnapshotMemory(snapshot_memory.create()), 5.0)
-    taken = snapshots.Snapshots(kept, zerojax.make_mesh(1, 1))
+    memory = SnapshotMemory(snapshot_memory.create())
+    taken = snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1))
     taken._written, taken._pause = 2.0, 0.05
     now = 102.9
     assert not taken.is_due

@@ -4,9 +4,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.exporting import plan_export
@@ -29,19 +28,6 @@ Make = Callable[[EngineGenerator, Callable[[], bool]], Rollout]
 """Makes a rollout by a generator, and stops early once the function returns True."""
 
 
-@dataclass
-class Pending:
-    """A rollout that engines generate.
-
-    Attributes:
-        future: the rollout.
-        stop: set to end it early.
-    """
-
-    future: Future[Any]
-    stop: threading.Event
-
-
 class EngineRollouts:
     """The engines of a run, the weights that they have, and the rollout that they generate.
 
@@ -53,7 +39,8 @@ class EngineRollouts:
     def __init__(self, engines: Sequence[Engine], weights: EngineWeights) -> None:
         self._pool, self._publisher = EnginePool(engines, weights.arrive), weights
         self._weights: Weights | None = None
-        self._pending: Pending | None = None
+        self._pending: Future[Rollout] | None = None
+        self._stop = threading.Event()  # set to end a rollout early; the run then ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engines")
 
     @classmethod
@@ -69,7 +56,7 @@ class EngineRollouts:
         notes = run_on_process_zero(lambda: [*filter(None, (_check(one, config) for one in engines))])
         return cls(engines, weights), notes
 
-    def start(self, state: TrainState, step: int, make: Make) -> Pending:
+    def start(self, state: TrainState, step: int, make: Make) -> Future[Rollout]:
         """Publish the weights of ``step`` unless engines have them, and let ``make`` generate with them.
 
         All processes call it together. It first waits for the rollout before.
@@ -78,13 +65,13 @@ class EngineRollouts:
             self.wait(self._pending)
         if self._weights is None or self._weights.step != step:
             self._weights = self._publisher.publish(state, step)
-        stop, generator = threading.Event(), EngineGenerator(self._pool, self._weights)
-        self._pending = Pending(self._thread.submit(make, generator, stop.is_set), stop)
+        generator = EngineGenerator(self._pool, self._weights)
+        self._pending = self._thread.submit(make, generator, self._stop.is_set)
         return self._pending
 
     def wait(
         self,
-        pending: Pending,
+        pending: Future[Rollout],
         watchdog: Watchdog | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Rollout:
@@ -94,22 +81,26 @@ class EngineRollouts:
         """
         said = ""
         while True:
-            waits = not wait([pending.future], _LOOK_SECONDS).done
+            waits = not wait([pending], _LOOK_SECONDS).done
             waits, stops = any_process(waits, stopping())
             if stops:
-                pending.stop.set()
+                self._stop.set()
             if not waits:
-                return pending.future.result()
+                return pending.result()
             if (why := self._pool.nothing_works) and not said:
                 warn(f"the run waits for an engine: {why}")
             said = why
             if watchdog is not None:
                 watchdog.phase("generation by engines")
 
+    @property
+    def stops(self) -> bool:
+        """Whether a process must stop, so that no other rollout is needed."""
+        return self._stop.is_set()
+
     def close(self) -> None:
         """End the rollout that engines generate, if any."""
-        if self._pending is not None:
-            self._pending.stop.set()
+        self._stop.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._publisher.close()
 

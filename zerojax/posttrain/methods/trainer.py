@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from zerojax.formatting import plain_text
 from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.posttrain.engines.rollouts import EngineRollouts, Pending
+from zerojax.posttrain.engines.rollouts import EngineRollouts
 from zerojax.posttrain.loss.advantages import importance_weights
 from zerojax.posttrain.loss.objectives import log_probs_of, policy_loss
 from zerojax.posttrain.processes import Rows, any_process, mean_over_processes, predict_rows
@@ -67,7 +68,7 @@ class PostTrainer(OpenRun):
     critic: Critic | None
     generator: int
     engines: EngineRollouts | None
-    ahead: Pending | None = None
+    ahead: Future[Rollout] | None = None
     rollouts: int
 
     @classmethod
@@ -95,7 +96,7 @@ class PostTrainer(OpenRun):
             check_first_weights(new.manifest, init_from)
             engines, about_engines = None, []
             if settings.engines:
-                engines, about_engines = EngineRollouts.open(config, folder, setup.abstract_state())
+                engines, about_engines = EngineRollouts.open(config, folder, setup.abstract_state)
                 new.on_error.callback(engines.close)
             start = start_run(setup, folder, new.manifest, init_from, reader, reference=settings.kl > 0)
             state = start.state
@@ -182,7 +183,7 @@ class PostTrainer(OpenRun):
     def rollout_by_engines(self, engines: EngineRollouts, stopping: Callable[[], bool]) -> Rollout:
         """Wait for the engines' rollout, and let them start the next one if the settings ask for that."""
 
-        def start(number: int) -> Pending:
+        def start(number: int) -> Future[Rollout]:
             return engines.start(
                 self.state, self.step, lambda generator, stops: self.task.rollout(generator, number, stops)
             )
@@ -190,7 +191,7 @@ class PostTrainer(OpenRun):
         made = self.ahead or start(self.rollouts)
         rollout, self.ahead = engines.wait(made, self.watchdog, stopping), None
         rollouts = self.config.train.steps // steps_per_rollout(self.config)
-        if self.config.posttrain.rollouts_ahead and self.rollouts + 1 < rollouts and not made.stop.is_set():
+        if self.config.posttrain.rollouts_ahead and self.rollouts + 1 < rollouts and not engines.stops:
             self.ahead = start(self.rollouts + 1)
         return rollout
 

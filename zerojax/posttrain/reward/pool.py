@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from queue import LifoQueue
 from typing import Any
 
 from zerojax.errors import ConfigurationError
@@ -35,9 +34,7 @@ class RewardPool:
         ]
         self._processes[0].load()  # the others start in parallel on first use
         # Last in, first out: only as many processes start as are busy at the same time.
-        self._idle = LifoQueue[RewardProcess]()
-        for process in reversed(self._processes):
-            self._idle.put(process)
+        self._idle = self._processes[::-1]
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
     def ask(
@@ -84,10 +81,10 @@ class RewardPool:
             process.close()
 
     def _call(self, question: Sequence[Any]) -> Response:
-        process = self._idle.get()
+        process = self._idle.pop()
         try:
             return process.ask(*question)
         except LostReward as error:
             return error
         finally:
-            self._idle.put(process)
+            self._idle.append(process)

@@ -120,7 +120,7 @@ class ModelScorer(Scorer):
             self.state = reader.weights(path, setup.initial_state(base=False))
         else:
             folder = RunFolder(path.parent.parent)
-            abstract = with_base(setup.abstract_state(), folder, record.base, saved, reader)
+            abstract = with_base(setup.abstract_state, folder, record.base, saved, reader)
             self.state = checkpoints.restore(path, abstract)
 
     @override

@@ -101,7 +101,7 @@ class Critic:
         before = saved_config(record.config)
         own = critic_config(config, before)
         setup = RunSetup(own, loss_fn=value_loss(own.posttrain))
-        state = with_base(setup.abstract_state(), folder, record.base, own, reader)
+        state = with_base(setup.abstract_state, folder, record.base, own, reader)
         critic = cls(own, restore(path, state, name=NAME), record.base)
         changes = sharding_changes(before, own)
         notes = ["; ".join([f"resuming from step {step}", *changes])]

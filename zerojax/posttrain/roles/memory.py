@@ -54,7 +54,7 @@ class RoleMemory:
             setup = reference_setup(config, spec)
             reference = 0 if setup is None else _held(setup)
         if settings.method == "ppo" and critic is None:
-            critic = RunSetup(critic_config(config)).abstract_state().spec
+            critic = RunSetup(critic_config(config)).abstract_state.spec
         return RoleMemory(
             policy=state_bytes(spec),
             generator=(
@@ -103,7 +103,7 @@ class RoleMemory:
 
 
 def _held(setup: RunSetup) -> int:
-    return state_bytes(setup.abstract_state().spec)
+    return state_bytes(setup.abstract_state.spec)
 
 
 def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> GenerationMemory:

@@ -266,6 +266,8 @@ class Copier:
         while not self._worker.wait(60.0):
             pass
         self._worker.close()
+        if self._worker.error is not None:  # neither the store's nor the disk's
+            raise self._worker.error
         if self._error is not None:
             raise RunError(f"{self._error}. The same command, given again, copies it")
 

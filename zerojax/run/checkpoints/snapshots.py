@@ -22,7 +22,7 @@ from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError, RunError, error_line
 from zerojax.formatting import size
 from zerojax.multihost.background import Worker
-from zerojax.multihost.snapshot_memory import Checksums, Generation, Kept, copy_bytes, file_size
+from zerojax.multihost.snapshot_memory import Checksums, Generation, SnapshotMemory, copy_bytes, file_size
 from zerojax.run.checkpoints.canonical import with_stored
 from zerojax.run.checkpoints.entries import Entry, entries_of
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, parse_manifest
@@ -76,9 +76,8 @@ class Snapshots:
     say: Callable[[str], object] = print
     """Prints a line, from another thread."""
 
-    def __init__(self, kept: Kept, mesh: Mesh) -> None:
-        self._memory, self._seconds = kept
-        self._mesh = mesh
+    def __init__(self, memory: SnapshotMemory, seconds: float, mesh: Mesh) -> None:
+        self._memory, self._seconds, self._mesh = memory, seconds, mesh
         self._next = 0  # the generation to overwrite
         self._worker = Worker("snapshot", 2)
         self._locks = ExitStack()
@@ -95,7 +94,7 @@ class Snapshots:
         Locks the memory's pages for this process's GPUs. That takes seconds, so a process that stands by
         calls this before it waits.
         """
-        return None if (kept := Kept.find()) is None else cls(kept, mesh)
+        return None if (kept := SnapshotMemory.find()) is None else cls(*kept, mesh)
 
     def _lock(self) -> None:
         """Lock the memory's pages. Its size is zero before the first start of a job."""

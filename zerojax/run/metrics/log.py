@@ -3,7 +3,6 @@
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -35,23 +34,6 @@ _OTHERS = {
 _PEAK_BF16 = _OTHERS | {gpu.kind: gpu.flops for gpu in GPUS.values()}
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """The work of a step, for computing throughput.
-
-    Attributes:
-        tokens: tokens per step, over all devices; None if only the loss's "tokens" count them.
-        flops: model FLOPs per step, over all devices, if known.
-        devices: number of devices.
-        internode_bytes: bytes that a node sends to others per step, if known.
-    """
-
-    tokens: int | None = None
-    flops: float | None = None
-    devices: int = 1
-    internode_bytes: float | None = None
-
-
 class RunLog:
     """Logs the steps of a run and detects divergence. Only process zero writes files and prints.
 
@@ -62,7 +44,10 @@ class RunLog:
         spikes: the effect of a spike of the loss: none, a skipped step, or the end of the run.
         every: steps between progress lines if the output is not a terminal.
         trackers: names of trackers, which need a folder; ``project`` and ``settings`` are for them.
-        costs: the work of a step.
+        tokens: tokens of a step, over all devices, as long as its "tokens" do not count them.
+        flops: model FLOPs of a step with ``tokens``, over all devices.
+        devices: number of devices.
+        internode_bytes: bytes that a node sends to others per step.
         learning_rates: by the number of updates done, if known.
         start: steps done before; ``skipped`` of them made no update.
         listener: called with each step's number and values, on every process.
@@ -79,7 +64,10 @@ class RunLog:
         trackers: Sequence[str] = (),
         project: str = "zerojax",
         settings: Mapping[str, Any] = MappingProxyType({}),
-        costs: StepCosts | None = None,
+        tokens: int | None = None,
+        flops: float | None = None,
+        devices: int = 1,
+        internode_bytes: float | None = None,
         learning_rates: Float[np.ndarray, " steps"] | None = None,
         start: int = 0,
         skipped: int = 0,
@@ -91,8 +79,9 @@ class RunLog:
         self._max_skips = max_skips
         self._spikes = spikes
         self._rates = learning_rates
-        self._costs = costs or StepCosts()
-        self._peak = peak_flops(jax.local_devices()[0].device_kind)
+        self._tokens, self._flops, self._internode_bytes = tokens, flops, internode_bytes
+        peak = peak_flops(jax.local_devices()[0].device_kind)
+        self._peak = None if peak is None else peak * devices
         self._listener = listener
         self._queue = MetricsQueue()
         self._progress = Progress(steps=steps, start=start, every=every, shown=first)
@@ -198,22 +187,21 @@ class RunLog:
 
     def _complete(self, record: StepRecord) -> dict[str, float]:
         """A step's values, with the values that follow from its number and its time."""
-        values, seconds, costs = dict(record.values), max(record.seconds, 1e-9), self._costs
+        values, seconds = dict(record.values), max(record.seconds, 1e-9)
         updates = record.step - 1 - self.skipped
         self.skipped += int(values["skipped"])
         # In rows of packed documents not every position counts in the loss.
-        tokens = values.get("tokens", costs.tokens)
+        tokens = values.get("tokens", self._tokens)
         if self._rates is not None:
             values["learning_rate"] = float(self._rates[min(updates, len(self._rates) - 1)])
         values["step_seconds"] = record.seconds
         if tokens is not None:
             values["tokens_per_second"] = tokens / seconds
-            if self._peak is not None and costs.flops is not None and costs.tokens is not None:
-                flops = costs.flops * tokens / costs.tokens
-                values["mfu"] = flops / seconds / (self._peak * costs.devices)
+            if self._peak is not None and self._flops is not None and self._tokens is not None:
+                values["mfu"] = self._flops * tokens / self._tokens / seconds / self._peak
         values |= {"skipped_total": float(self.skipped), "memory_bytes": float(most_memory())}
-        if costs.internode_bytes is not None:
-            values["internode_bytes"] = costs.internode_bytes
+        if self._internode_bytes is not None:
+            values["internode_bytes"] = self._internode_bytes
         return values
 
 
