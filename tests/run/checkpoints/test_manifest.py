@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import jax
 import pytest
 
 from zerojax.errors import ZeroError
@@ -163,7 +164,9 @@ def test_names_of_folders_say_what_they_hold(tmp_path: Path) -> None:
     ]
 
 
-def test_find_refuses_what_is_none(tmp_path: Path) -> None:
+def test_find_refuses_what_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # ``--init-from`` is read before devices are emulated, which is too late once JAX has looked for them.
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("JAX has looked for devices"))
     with pytest.raises(ZeroError, match="neither a run's folder nor a checkpoint"):
         find(tmp_path / "nothing")
     with pytest.raises(ZeroError, match=r"not a checkpoint, or is damaged: manifest\.json is missing"):

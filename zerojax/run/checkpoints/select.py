@@ -41,7 +41,8 @@ def newest_valid(
         RunError: one cannot be read for a reason other than damage, such as a lack of permission.
     """
     gather: Callable[[Any], list[Any]] = gather_from_all if on_hosts else lambda own: [own]
-    own, rank, damaged = step_dirs.steps(folder), jax.process_index() * on_hosts, dict[int, str]()
+    # Commands choose before they emulate devices, so JAX must not look for devices here.
+    own, rank, damaged = step_dirs.steps(folder), jax.process_index() if on_hosts else 0, dict[int, str]()
     steps = sorted({step for each in gather(own) for step in each}, reverse=True)
     for step in (step for step in steps if step >= (copied or 0)):
         mine = None
