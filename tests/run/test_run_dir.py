@@ -42,6 +42,17 @@ def test_odd_names_are_allowed(tmp_path: Path) -> None:
     RunFolder(tmp_path / "a b %41 é#{x}~ 'q'").create()
 
 
+def test_settings_that_no_run_has_written_are_not_replaced(tmp_path: Path, text: Path) -> None:
+    folder, mine = RunFolder(tmp_path), "[train]\nsteps = 3  # few\n"
+    folder.config.write_text(mine)
+    with pytest.raises(ZeroError, match="would replace this file by its complete settings, without comments"):
+        TrainRun.open(micro_config(text), folder)
+    assert folder.config.read_text() == mine
+    assert main(["train", str(folder.config), "--run-dir", str(tmp_path), "--dry-run"]) == 2
+    folder.write_config(micro_config(text))  # as by a start that was killed
+    folder.check_config()
+
+
 def test_checkpoints_on_a_disk_that_is_not_there_are_not_begun_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ZeroError, match="checkpoints: the run cannot write here: No such file"):

@@ -164,6 +164,7 @@ def show_plan(
     folder.check()
     latest = checkpoints.newest_valid(folder.checkpoints, checksums=settings.checkpoint.verify).step
     check_start(latest, options.resume, folder)
+    folder.check_config()
     manifest = None if latest is None else checkpoints.read_manifest(folder.checkpoints / str(latest))
     settings = check(settings, manifest)
     with TemporaryDirectory() as place:

@@ -198,6 +198,7 @@ def opening(
             run_on_each_process(lambda: is_first() or lock.take())
         if is_first() or own_disks:
             on_error.push(_remover(folder, absent))
+        run_on_process_zero(folder.check_config)
         copy = RunCopy.of(config.checkpoint.copy_to, folder)
         if copy is not None:
             (run_on_each_process if own_disks else run_on_process_zero)(copy.fetch_files)

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -105,6 +106,18 @@ class RunFolder:
             with file_errors(folder, what="the run cannot write here: "):
                 if folder.exists() or folder.is_symlink():  # a link may lead to a disk that is not mounted
                     tempfile.TemporaryFile(dir=folder).close()
+
+    def check_config(self) -> None:
+        """Refuse to begin a run where its config.toml would replace one that no run has written."""
+        if not self.config.exists() or self.summary.exists() or self.checkpoints.exists():
+            return
+        with suppress(ConfigurationError, UnicodeError):
+            if self.config.read_text(encoding="utf-8") == dump_config(load_config(self.config)):
+                return
+        raise ConfigurationError(
+            f"{self.config}: the run would replace this file by its complete settings, without comments: "
+            "move it, or choose another --run-dir"
+        )
 
     def read_config(self) -> RunConfig:
         """The settings of the run.
