@@ -302,6 +302,14 @@ def test_impossible_jobs_are_refused(options, message):
         launch.launch(job("pass", **options))
 
 
+def test_train_may_be_named_and_a_command_that_is_no_job_is_refused():
+    mesh = ["--nodes", "1", "--devices-per-node", "2"]
+    named, other = launch.parse([*mesh, "train", "a"]), launch.parse([*mesh, "a"])
+    assert launch._command(named, "host:1", 0, 1) == launch._command(other, "host:1", 0, 1)
+    with pytest.raises(ZeroError, match=r"not eval: run zerojax eval by itself"):
+        launch.launch(launch.Job(["eval", "runs/a"], 2, 2))
+
+
 def test_wrong_options_end_with_code_2():
     code = "from zerojax.cli import launch; launch.run(['--nodes', '2'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -4,7 +4,7 @@
 
 starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each. ``doctor``,
 ``links`` or ``follow`` in place of the config starts that command. ``posttrain`` before the config starts
-``zerojax posttrain``. With a Python program,
+``zerojax posttrain``, and ``train`` may be there. With a Python program,
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 my_loop.py --steps 100
 
@@ -27,6 +27,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import get_args
 
+from zerojax.cli import COMMANDS
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost import snapshot_memory
@@ -41,9 +42,9 @@ from zerojax.sharding.host_memory import limit_variable
 # Per machine, emulated devices included.
 _MAX_DEVICES = 4096
 
-# Commands besides `train` that a job can run.
+# Commands that a job can run: before a config, and without one.
+_ON_CONFIG = ("train", "posttrain")
 _OTHERS = ("doctor", "links", "follow")
-
 
 _ZEROJAX = (sys.executable, "-m", "zerojax")
 # The C library takes memory in huge pages, where Linux leaves them to programs. Before its first array XLA
@@ -79,6 +80,10 @@ def launch(job: Job) -> int:
     """
     if is_program(job.train[0]) and not Path(job.train[0]).is_file():
         raise ConfigurationError(f"{job.train[0]}: there is no such program; check the path")
+    if (name := job.train[0]) in {*COMMANDS}.difference(_ON_CONFIG, _OTHERS):
+        raise ConfigurationError(
+            f"a job runs {', '.join((*_ON_CONFIG, *_OTHERS))}, not {name}: run zerojax {name} by itself"
+        )
     if job.restarts < 0:
         raise ConfigurationError(f"restarts must not be negative: {job.restarts}")
     if not 0 <= job.grace < float("inf"):
@@ -205,7 +210,7 @@ def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[st
         # Python buffers its output to a pipe.
         variables = dict(zip(VARIABLES, place, strict=True)) | {"PYTHONUNBUFFERED": "1"}
         return [sys.executable, first, *options], variables
-    if first == "posttrain" and options:
+    if first in _ON_CONFIG and options:
         command = [first, options.pop(0)]
     else:
         command = [first] if first in _OTHERS else ["train", first]
