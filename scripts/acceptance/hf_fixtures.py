@@ -125,7 +125,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "families/nemotron-3": {
         "r": 2,
         "lora_alpha": 3,
-        "target_modules": ["in_proj", "q_proj", "o_proj", "shared_experts.up_proj", "mixer.down_proj"],
+        "target_modules": [
+            "in_proj",
+            "q_proj",
+            "o_proj",
+            "shared_experts.up_proj",
+            "mixer.down_proj",
+            "fc1_latent_proj",
+        ],
         "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"],
     },
     "families/gemma4": {
@@ -640,6 +647,7 @@ FAMILIES: dict[str, Any] = {
         moe_intermediate_size=12,
         moe_shared_expert_intermediate_size=20,
         routed_scaling_factor=1.5,
+        moe_latent_size=8,
     ),
     "bamba": transformers.BambaConfig(**TINY, **MAMBA, attn_layer_indices=[1]),
     "granitemoehybrid": transformers.GraniteMoeHybridConfig(

@@ -33,7 +33,8 @@ def by_loop(layer: Experts, x: Array) -> tuple[Array, Array]:
     optional = (layer.gate, layer.gate_bias, layer.up_bias, layer.down_bias)
     gate, *biases = (weight if weight is None else weight[...] for weight in optional)
     own = ExpertWeights(gate, layer.up[...], layer.down[...], *biases)
-    out = plain_experts(tokens, experts, weights, own, layer.mixture.activation)
+    down, up = ((lambda x: x) if one is None else one for one in (layer.latent_down, layer.latent_up))
+    out = up(plain_experts(down(tokens), experts, weights, own, layer.mixture.activation))
     if (one := layer.shared) is not None:
         first = (tokens @ part.kernel[...] for part in (one.gate, one.up) if part is not None)
         shared = ACTIVATIONS[layer.mixture.activation](*first) @ one.down.kernel[...]
@@ -46,14 +47,14 @@ def by_loop(layer: Experts, x: Array) -> tuple[Array, Array]:
     "settings",
     [
         {"shared": 4},
-        {"shared": 4, "activation": "relu2", "biases": True},
+        {"shared": 4, "activation": "relu2", "biases": True, "latent": 3},
         {"router": RouterConfig(normalise=False), "activation": "geglu", "shared": 4, "shared_gate": True},
         pytest.param(
             {"router": RouterConfig(logit_biases=True), "activation": "swiglu_clamped", "biases": True},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["swiglu", "no gate", "qwen2", "gpt-oss"],
+    ids=["swiglu", "no gate, latents", "qwen2", "gpt-oss"],
 )
 def test_values_and_gradients_equal_a_loop_over_all_experts(settings: dict):
     layer = Experts(WIDTH, HIDDEN, EXPERTS, PER_TOKEN, **settings, init=normal, rngs=nnx.Rngs(0))
@@ -114,6 +115,7 @@ def test_bf16_weights_give_bf16_and_statistics_in_fp32():
         ({"experts": 0}, "experts=0 must be at least 1"),
         ({"per_token": 8}, "per_token=8 must be from 1 to experts=7"),
         ({"activation": "silu"}, "activation='silu' must be one of gelu, gelu_exact, relu, relu2, swiglu"),
+        ({"latent": -1}, "latent=-1 must be at least 0"),
         ({"shared_gate": True}, "shared=0, shared_gate=True"),
     ],
 )

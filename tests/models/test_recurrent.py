@@ -80,6 +80,7 @@ NEMOTRON = replace(
     dense_layers=(4,),
     dense_ffn=20,
     shared_ffn=8,
+    expert_latent=4,
     balance_loss=0.0,
 )
 

@@ -62,6 +62,7 @@ class LinenExperts(linen.Module):
         biases: whether the experts have biases.
         shared_hidden: hidden width of one more expert, to which every token goes; 0 means none.
         shared_gate: whether its output is multiplied by the sigmoid of a product with the token.
+        latent: see ``zerojax.Experts``.
         capacity: see ``zerojax.Experts``.
         kernel_init: initialises the weights.
         down_init: initialises ``down``; None means ``kernel_init``.
@@ -75,6 +76,7 @@ class LinenExperts(linen.Module):
     biases: bool = False
     shared_hidden: int = 0
     shared_gate: bool = False
+    latent: int = 0
     capacity: float = CAPACITY
     kernel_init: Initializer = _normal
     down_init: Initializer | None = None
@@ -95,12 +97,13 @@ class LinenExperts(linen.Module):
         """
         width, each, config = x.shape[-1], (self.experts,), self.router_config
         sizes = width, self.hidden, self.experts, self.per_token
-        options = self.activation, self.shared_hidden, self.shared_gate, self.capacity
+        options = self.activation, self.shared_hidden, self.shared_gate, self.capacity, self.latent
         mixture = Mixture(*sizes, config, *options)
         down_init = self.down_init or self.kernel_init
         router = self.param("router", self.kernel_init, (width, *each))
         router_bias = self.param("router_bias", _zeros, each) if config.logit_biases else None
-        wide, narrow = (*each, width, self.hidden), (*each, self.hidden, width)
+        inner = mixture.inner
+        wide, narrow = (*each, inner, self.hidden), (*each, self.hidden, inner)
         gated = self.activation in GATED
         gate = linen_expert_param(self, "gate", self.kernel_init, wide) if gated else None
         up = linen_expert_param(self, "up", self.kernel_init, wide)
@@ -117,6 +120,15 @@ class LinenExperts(linen.Module):
             load = self.variable(ROUTER_STATE, "load", jnp.zeros, each, jnp.int32)
             if moves:
                 bias.value = moved(bias.value, load.value, config.balance_rate)
+
+        def dense(outputs: int, init: Initializer, name: str) -> linen.Dense:
+            return linen.Dense(outputs, use_bias=False, kernel_init=init, dtype=x.dtype, name=name)
+
+        around = (
+            (dense(self.latent, self.kernel_init, "latent_down"), dense(width, down_init, "latent_up"))
+            if self.latent
+            else None
+        )
         shared = (
             SharedMLP(mixture, self.kernel_init, down_init, name="shared") if self.shared_hidden else None
         )
@@ -127,6 +139,7 @@ class LinenExperts(linen.Module):
             router_bias=router_bias,
             choice_bias=bias and bias.value,
             shared=shared,
+            around=around,
         )
         if load is not None and moves:
             load.value = stats.counts.astype(jnp.int32)

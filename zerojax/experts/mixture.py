@@ -76,11 +76,14 @@ class Mixture:
     shared: int
     shared_gate: bool
     capacity: float
+    latent: int
 
     def __post_init__(self):
         for name in ("width", "hidden", "experts"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigurationError(f"Experts: {name}={value} must be at least 1")
+        if self.latent < 0:
+            raise ConfigurationError(f"Experts: latent={self.latent} must be at least 0")
         if self.shared < 0 or (self.shared_gate and not self.shared):
             raise ConfigurationError(
                 f"Experts: shared={self.shared}, shared_gate={self.shared_gate}: the width must be "
@@ -92,6 +95,11 @@ class Mixture:
             )
         self.router.check(self.experts, self.per_token)
 
+    @property
+    def inner(self) -> int:
+        """Elements of what an expert reads and writes."""
+        return self.latent or self.width
+
     def __call__(
         self,
         x: Float[Array, "*batch width"],
@@ -101,24 +109,29 @@ class Mixture:
         router_bias: Array | None,
         choice_bias: Array | None,
         shared: _Dense | None,
+        around: tuple[_Dense, _Dense] | None,
         scored: Float[Array, "*batch width"] | None = None,
         factors: Array | None = None,
     ) -> tuple[Float[Array, "*batch width"], RouterStats]:
-        """``mix_experts``, plus the output of the ``shared`` expert if there is one."""
+        """``mix_experts``, plus the output of the ``shared`` expert if there is one.
+
+        ``around`` are the projections of the experts' inputs and outputs, from ``width`` and back to it.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         out, stats = mix_experts(
-            tokens,
+            tokens if around is None else around[0](tokens),
             router,
             own,
             self.per_token,
             self.router,
             router_bias=router_bias,
             choice_bias=choice_bias,
-            scored=None if scored is None else scored.reshape(tokens.shape),
+            scored=tokens if scored is None else scored.reshape(tokens.shape),
             factors=factors,
             activation=self.activation,
             capacity=self.capacity,
         )
+        out = out if around is None else around[1](out)
         if shared is not None:
             out = out + shared(tokens)
         return out.reshape(x.shape), stats

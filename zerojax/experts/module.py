@@ -1,5 +1,7 @@
 """``zerojax.Experts``: a mixture of experts in place of a network's MLP."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -36,7 +38,8 @@ class Experts(nnx.Module):
     """A router and MLPs; each token goes to a few of them (Shazeer et al., 2017).
 
     The weights are ``router``, ``[width, experts]``; ``up`` and, for gated activations, ``gate``,
-    ``[experts, width, hidden]``; and ``down``, ``[experts, hidden, width]``. No token is ever dropped,
+    ``[experts, width, hidden]``; and ``down``, ``[experts, hidden, width]``. With ``latent`` they have this
+    width, and ``latent_down`` and ``latent_up`` project from the token and back. No token is ever dropped,
     however the router chooses. The module computes in the dtype of its weights; the router's logits and
     probabilities are fp32.
 
@@ -62,6 +65,7 @@ class Experts(nnx.Module):
         biases: bool = False,
         shared: int = 0,
         shared_gate: bool = False,
+        latent: int = 0,
         capacity: float = CAPACITY,
         init: nnx.Initializer = _normal,
         down_init: nnx.Initializer | None = None,
@@ -82,6 +86,8 @@ class Experts(nnx.Module):
                 several shared experts (DeepSeek) it is the sum of their widths.
             shared_gate: whether the shared expert's output is multiplied by the sigmoid of a product with the
                 token (Qwen2-MoE).
+            latent: width of a token's projection that experts read and write (Nemotron 3 Super); 0 means that
+                they read the token. The router and the shared expert always do.
             capacity: rows that a device computes at a time, if the experts are spread over a node's devices,
                 relative to its share under even use. Rows that do not fit are computed in further rounds.
                 So this changes memory and speed, but not the result.
@@ -93,18 +99,22 @@ class Experts(nnx.Module):
             ConfigurationError: a size is below 1, or settings exclude each other.
         """
         sizes = width, hidden, experts, per_token
-        self.mixture = mixture = Mixture(*sizes, router, activation, shared, shared_gate, capacity)
+        self.mixture = mixture = Mixture(*sizes, router, activation, shared, shared_gate, capacity, latent)
+        inner = mixture.inner
         down_init = down_init or init
         self.deterministic = False  # set by model.eval()
         self.router = nnx.Param(init(rngs.params(), (width, experts)))
         self.router_bias = nnx.Param(jnp.zeros(experts)) if router.logit_biases else None
         gated = activation in GATED
-        self.gate = ExpertParam(init(rngs.params(), (experts, width, hidden))) if gated else None
-        self.up = ExpertParam(init(rngs.params(), (experts, width, hidden)))
-        self.down = ExpertParam(down_init(rngs.params(), (experts, hidden, width)))
+        self.gate = ExpertParam(init(rngs.params(), (experts, inner, hidden))) if gated else None
+        self.up = ExpertParam(init(rngs.params(), (experts, inner, hidden)))
+        self.down = ExpertParam(down_init(rngs.params(), (experts, hidden, inner)))
         self.gate_bias = ExpertParam(jnp.zeros((experts, hidden))) if biases and gated else None
         self.up_bias = ExpertParam(jnp.zeros((experts, hidden))) if biases else None
-        self.down_bias = ExpertParam(jnp.zeros((experts, width))) if biases else None
+        self.down_bias = ExpertParam(jnp.zeros((experts, inner))) if biases else None
+        dense = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.latent_down = dense(width, latent, kernel_init=init) if latent else None
+        self.latent_up = dense(latent, width, kernel_init=down_init) if latent else None
         self.shared = SharedMLP(mixture, init, down_init, rngs) if shared else None
         if router.balance_rate:
             self.choice_bias = RouterState(jnp.zeros(experts, jnp.float32))
@@ -133,6 +143,7 @@ class Experts(nnx.Module):
             self.choice_bias[...] = moved(self.choice_bias[...], self.load[...], rate)
         optional = (self.gate, self.gate_bias, self.up_bias, self.down_bias)
         gate, *biases = (None if weight is None else weight[...] for weight in optional)
+        down, up = self.latent_down, self.latent_up
         out, stats = self.mixture(
             x,
             self.router[...],
@@ -140,6 +151,7 @@ class Experts(nnx.Module):
             router_bias=None if self.router_bias is None else self.router_bias[...],
             choice_bias=self.choice_bias[...] if rate else None,
             shared=shared,
+            around=None if down is None or up is None else (down, up),
             scored=scored,
             factors=factors,
         )

@@ -346,6 +346,7 @@ def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
         biases=c.biases,
         shared=c.shared_ffn,
         shared_gate=c.shared_gate,
+        latent=c.expert_latent,
         init=nnx.initializers.normal(c.init_std),
         down_init=nnx.initializers.normal(_residual_std(c)),
         rngs=rngs,

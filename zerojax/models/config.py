@@ -95,9 +95,18 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         return self.experts_per_token * self.ffn_width + self.shared_ffn if self.experts else self.ffn_width
 
     @property
-    def mlps_per_token(self) -> int:
-        """Number of MLPs that a token passes through in a block."""
-        return self.experts_per_token + (self.shared_ffn > 0) if self.experts else int(self.has_mlp)
+    def expert_width(self) -> int:
+        """Elements that an expert reads for a token, and writes."""
+        return self.expert_latent or self.d_model
+
+    @property
+    def mlp_inputs_width(self) -> int:
+        """Total width of the inputs of a token's MLPs in a block, or of their outputs."""
+        if not self.experts:
+            return self.d_model if self.has_mlp else 0
+        latent = self.d_model + self.expert_latent if self.expert_latent else 0
+        shared = self.d_model if self.shared_ffn else 0
+        return self.experts_per_token * self.expert_width + shared + latent
 
     @property
     def router_config(self) -> RouterConfig:

@@ -54,6 +54,7 @@ _NEEDS: tuple[tuple[str, tuple[str, "Callable[[GPTConfig], object]"]], ...] = (
     ("dense_layers", ("experts (it lists the layers without them)", lambda c: c.experts != 0)),
     ("dense_ffn", ("dense_layers", lambda c: len(c.dense_layers) > 0)),
     ("shared_gate", ("shared_ffn", lambda c: c.shared_ffn > 0 or not c.experts)),
+    ("expert_latent", ("shared_norms = false", lambda c: not c.shared_norms)),
     ("shared_norms", ("shared_ffn", lambda c: c.shared_ffn > 0 or not c.experts)),
     ("shared_norms", ("post_norms = true", lambda c: c.post_norms)),
     ("shared_norms", ('norm = "rms"', lambda c: c.norm == "rms")),
@@ -284,7 +285,7 @@ def _check_experts(c: "GPTConfig") -> None:
         1 <= c.experts_per_token <= c.experts,
         f"experts_per_token = {c.experts_per_token} must be from 1 to experts = {c.experts}",
     )
-    for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
+    for name in ("shared_ffn", "expert_latent", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
     _check_layers(c, "dense_layers")
     require(

@@ -270,6 +270,8 @@ class MLPOptions:
         shared_ffn: Hidden width of an expert that all tokens go to in addition (DeepSeek); 0 means none.
         shared_gate: Whether that expert's output is multiplied by a gate, the sigmoid of a product with the
             token (Qwen2-MoE).
+        expert_latent: Width of the projection of a token that experts read and write in place of the token;
+            0 means none (Nemotron 3 Super). The router and the shared expert read the token.
         shared_norms: Whether that expert and the others together each have norms for input and output.
             The router then reads the residual stream through another norm and scale, and each expert's weight
             has a trained factor (Gemma 4).
@@ -297,6 +299,7 @@ class MLPOptions:
     dense_ffn: int | None = None
     shared_ffn: int = 0
     shared_gate: bool = False
+    expert_latent: int = 0
     shared_norms: bool = False
     router: Router = "softmax"
     router_normalise: bool = True

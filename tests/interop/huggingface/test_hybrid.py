@@ -1,6 +1,7 @@
 """Keys of families with recurrent layers that no committed model has."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,12 +67,14 @@ def test_the_layers_of_nemotron_are_words_or_letters():
     given = values("nemotron-3")
     model = read_model(given, "config.json").model
     assert (model.recurrent_layers, model.mlp_layers, model.expert_layers) == ((0,), (1, 3, 4), (1, 3))
+    assert read_model(given | {"moe_latent_size": None}, "config.json").model == replace(
+        model, expert_latent=0
+    )
     del given["layers_block_type"]
     older = given | {"hybrid_override_pattern": "ME*E-", "num_hidden_layers": 5}
     assert read_model(older, "config.json").model == model
     for changes, message in (
         ({"hybrid_override_pattern": "MX"}, "layers_block_type = .*'X'.* must be words, each one of "),
-        ({"moe_latent_size": 8}, "moe_latent_size = 8 is not supported: its experts read a projection"),
         ({"attention_head_dim": 4}, "attention_head_dim = 4 is not supported, only 8"),
         ({"hybrid_override_pattern": None}, "layers_block_type is missing"),
     ):

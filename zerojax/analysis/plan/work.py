@@ -314,14 +314,14 @@ def _read_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights read."""
     ranks = (c.latent_rank or 0) + (c.latent_query_rank or 0) if c.attention_layers else 0
     own = c.d_model + c.layer_inputs if c.layer_inputs else 0
-    return (c.has_mixer + c.mlps_per_token) * c.d_model + ranks + _heads_width(c) + c.active_ffn_width + own
+    return c.has_mixer * c.d_model + c.mlp_inputs_width + ranks + _heads_width(c) + c.active_ffn_width + own
 
 
 def _made_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights make."""
     made = _projected_width(c) + _latent_width(c) + _mlp_width(c)
     made += c.d_model + c.layer_inputs if c.layer_inputs else 0
-    return (c.has_mixer + c.mlps_per_token) * c.d_model + made
+    return c.has_mixer * c.d_model + c.mlp_inputs_width + made
 
 
 def _heads_width(c: GPTConfig) -> int:
@@ -392,7 +392,7 @@ def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
     A token travels with a weight and a number for each of its experts, twice if the layer is recomputed. The
     sum of its experts' outputs returns, then also twice if a norm reads it. Gradients travel the same ways.
     """
-    token, weights = ITEM[dtype] * c.d_model, 4 * c.experts_per_token
+    token, weights = ITEM[dtype] * c.expert_width, 4 * c.experts_per_token
     there, times = token + 2 * weights, 1 if remat == "none" else 2
     back = token * (times if c.post_norms else 1)
     return there * times + back + token + (token + weights)
@@ -432,7 +432,7 @@ def _kept_width(c: GPTConfig, remat: Remat) -> int:
         return c.d_model + _heads_width(c) + own
     again = 2 * c.conv_channels if c.all_recurrent else 0
     branches = c.has_mixer + c.has_mlp + (c.layer_inputs > 0)
-    made = _latent_width(c) + _projected_width(c) + _heads_width(c) + _mlp_width(c)
+    made = _latent_width(c) + _projected_width(c) + _heads_width(c) + _mlp_width(c) + 2 * c.expert_latent
     return branches * c.d_model + made + again + own + 2 * c.layer_inputs
 
 
@@ -447,7 +447,7 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
 
 def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     """Elements in use during a layer's backward pass outside of attention's kernel, in the compute dtype."""
-    rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
+    rows = 4 * c.experts_per_token * c.expert_width if c.experts else 0
     if remat == "none":
         return tokens * (rows + 1.5 * c.d_model + _projected_width(c) + 2 * c.active_ffn_width)
     whole = tokens * (

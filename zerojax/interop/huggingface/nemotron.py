@@ -74,13 +74,12 @@ _ONE_BRANCH = Entry(
 )
 
 
-def _no_latents(keys: ConfigKeys, _: Fields) -> None:
-    if (width := keys.take("moe_latent_size", int, None)) is not None:
-        raise ConfigurationError(
-            f"moe_latent_size = {width} is not supported: its experts read a projection of the tokens, and "
-            "experts of a zerojax model read the tokens"
-        )
-
+_LATENT = Entry(
+    lambda keys, _: {"expert_latent": keys.take("moe_latent_size", int, None) or 0},
+    lambda model: {"moe_latent_size": model.expert_latent or None},
+    lambda model: {"expert_latent": ANY},
+)
+"""The width of what the experts read in place of the token: a number in Nemotron 3 Super."""
 
 _MIXTURE: Table = (
     *mixture("n_routed_experts"),
@@ -91,7 +90,7 @@ _MIXTURE: Table = (
     *groups_of_experts(1, 1),
     CHOICE_BIASES,
     fixed(router="sigmoid"),
-    Entry(_no_latents),
+    _LATENT,
 )
 """Keys that count if some layers have experts. intermediate_size is then the width of the other MLPs."""
 
@@ -99,7 +98,7 @@ _MIXTURE: Table = (
 def _read_mixture(keys: ConfigKeys, found: Fields) -> Fields:
     dense = found["dense_layers"]
     if len(dense) == len(found["mlp_layers"] or ()):
-        keys.unused("moe_latent_size", *write_keys(_MIXTURE, GPTConfig(experts=2)))
+        keys.unused(*write_keys(_MIXTURE, GPTConfig(experts=2)))
         return {"dense_layers": ()}
     return read_fields(_MIXTURE, keys, {**found, "dense_ffn": found["ffn"] if dense else None})
 
@@ -165,6 +164,8 @@ NEMOTRON_H_NAMES = Names(
         "attention/out": "mixer.o_proj",
         "mlp/up": "mixer.up_proj",
         "mlp/down": "mixer.down_proj",
+        "mlp/latent_down": "mixer.fc1_latent_proj",
+        "mlp/latent_up": "mixer.fc2_latent_proj",
         "mlp/shared/up": "mixer.shared_experts.up_proj",
         "mlp/shared/down": "mixer.shared_experts.down_proj",
     }

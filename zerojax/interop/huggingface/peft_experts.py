@@ -33,7 +33,11 @@ def parameters(family: Family, model: GPTConfig) -> dict[tuple[str, str], list[T
         for parameter, names in PARAMETERS.items():
             if parameter == absent:
                 continue
-            sizes = (own.ffn_width, own.d_model) if parameter == "down_proj" else (own.d_model, own.ffn_width)
+            sizes = (
+                (own.ffn_width, own.expert_width)
+                if parameter == "down_proj"
+                else (own.expert_width, own.ffn_width)
+            )
             whole = TensorPart(parameter, outputs=len(names) * sizes[1])
             found[module, parameter] = [
                 Tensor(
