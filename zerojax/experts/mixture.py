@@ -97,7 +97,7 @@ class Mixture:
 
     @property
     def inner(self) -> int:
-        """Elements of what an expert reads and writes."""
+        """Width of an expert's input and output."""
         return self.latent or self.width
 
     def __call__(

@@ -96,7 +96,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def expert_width(self) -> int:
-        """Elements that an expert reads for a token, and writes."""
+        """Width of an expert's input and output."""
         return self.expert_latent or self.d_model
 
     @property

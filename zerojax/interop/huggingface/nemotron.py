@@ -79,7 +79,7 @@ _LATENT = Entry(
     lambda model: {"moe_latent_size": model.expert_latent or None},
     lambda model: {"expert_latent": ANY},
 )
-"""The width of what the experts read in place of the token: a number in Nemotron 3 Super."""
+"""The width of the experts' input: a number in Nemotron 3 Super, null if experts read the token."""
 
 _MIXTURE: Table = (
     *mixture("n_routed_experts"),
