@@ -12,7 +12,7 @@ from zerojax.run.build import RunSetup, is_first
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import MANIFEST
 from zerojax.run.config import RunConfig, saved_config
-from zerojax.run.data.dataset import names_kept_tokenizer, open_tokenizer
+from zerojax.run.data.dataset import names_kept_tokenizer, names_kept_tokens, open_tokenizer
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokenizer import Tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
@@ -153,6 +153,10 @@ def changes_since(manifest: checkpoints.Manifest, config: RunConfig, folder: Run
     before, data = saved_config(manifest.record.config), config.data
     if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
         before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
+    if names_kept_tokens(data, folder.data):
+        pairs = zip(before.data.mixture, data.mixture, strict=False)
+        mixture = tuple(replace(old, source=new.source) for old, new in pairs)
+        before = replace(before, data=replace(before.data, source=data.source, mixture=mixture))
     return check_same_run(before, config, folder)
 
 

@@ -3,15 +3,22 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from micro_run import micro_config
 
-from zerojax.run.config import DataSection, MixtureSource
+from zerojax.errors import ConfigurationError
+from zerojax.run.checkpoints import Record
+from zerojax.run.config import DataSection, MixtureSource, spelled_out
 from zerojax.run.data.chat_template import CHATML, TEMPLATE
 from zerojax.run.data.dataset import ELSEWHERE, open_template, open_tokenizer, tokenizer_file
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.prepare import keep_tokenizer, prepare
 from zerojax.run.data.tokenizer import ByteTokenizer
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import changes_since
 
 WORDS = b"all work and no play"
 
@@ -61,10 +68,21 @@ def test_other_tokens_are_refused(text: Path, tmp_path: Path) -> None:
         r".*first \(.* tokens, checksum .*\): put the former back, or choose another --run-dir",
     ):
         prepare(settings, run)
+    prepare(replace(settings, source=str(tmp_path / "moved")), run)
     shutil.rmtree(first)
     (tmp_path / "moved").rename(first)
     prepare(settings, run)
     assert (run / ELSEWHERE).read_bytes() == before
+
+
+def test_moved_tokens_are_resumed_from(text: Path, tmp_path: Path) -> None:
+    first, run = tmp_path / "first", RunFolder(tmp_path / "run")
+    prepare(tokens(text, first), run.data)
+    before: Any = SimpleNamespace(record=Record(config=spelled_out(micro_config(first))))
+    first.rename(tmp_path / "moved")
+    assert changes_since(before, micro_config(tmp_path / "moved"), run) == []
+    with pytest.raises(ConfigurationError, match=r"was started with data\.source"):
+        changes_since(before, micro_config(text), run)
 
 
 def test_other_sources_are_refused(text: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,13 @@ def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
     return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
 
 
+def names_kept_tokens(settings: DataSection, folder: Path) -> bool:
+    """Whether the settings name the tokens that the run reads from elsewhere, perhaps at another path."""
+    places = part_folders(settings, folder)
+    are_there = (folder / ELSEWHERE).is_file() and all(map(is_prepared, places))
+    return are_there and read_tokens(folder) == tokens_of(settings, places)
+
+
 def tokenizer_file(settings: DataSection, folder: Path) -> Path:
     """The place of a run's tokenizer. There is no file if it is "byte", or before the data are prepared."""
     place = folder if (folder / ELSEWHERE).is_file() else part_folders(settings, folder)[0]
@@ -220,9 +227,12 @@ def tokenizer_file(settings: DataSection, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """The number of tokens of a source that a run reads from elsewhere, and a checksum of their headers."""
+    """The number of tokens of a source that a run reads from elsewhere, and a checksum of their headers.
 
-    source: str
+    The same tokens are equal at another path.
+    """
+
+    source: str = field(compare=False)
     tokens: int
     crc32: int
 
