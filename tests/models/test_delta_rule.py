@@ -56,7 +56,7 @@ def by_token(given: dict[str, Any], numbers: np.ndarray) -> np.ndarray:
 
 
 def fp32(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
+    return {name: None if x is None else x.astype(np.float32) for name, x in given.items()}
 
 
 @pytest.mark.parametrize(

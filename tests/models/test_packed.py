@@ -72,10 +72,10 @@ def draw() -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
     return documents, {"tokens": tokens.astype(np.int32), "segments": segments.astype(np.int32)}
 
 
-def alone(documents: list[list[np.ndarray]]) -> jax.Array:
+def alone(documents: list[list[np.ndarray]]) -> np.ndarray:
     """Each document in a row of its own, padded with -1, for which a causal model needs no mask."""
     flat = [document for row in documents for document in row]
-    return jnp.stack([np.pad(d, (0, 17 - len(d)), constant_values=-1) for d in flat])
+    return np.stack([np.pad(d, (0, 17 - len(d)), constant_values=-1) for d in flat])
 
 
 def plain_loss(model: GPT, rows: jax.Array) -> jax.Array:
@@ -91,8 +91,8 @@ def test_logits_loss_and_gradients_equal_each_document_alone(family):
     model = make(**family)
     documents, batch = draw()
     forward = nnx.jit(lambda model, tokens, segments: model(jnp.maximum(tokens, 0), segments=segments))
-    packed = forward(model, batch["tokens"][:, :-1], batch["segments"][:, :-1])
-    each = iter(forward(model, alone(documents)[:, :-1], None))
+    packed = np.asarray(forward(model, batch["tokens"][:, :-1], batch["segments"][:, :-1]))
+    each = iter(np.asarray(forward(model, alone(documents)[:, :-1], None)))
     for i, row in enumerate(documents):
         at = 0
         for document in row:
