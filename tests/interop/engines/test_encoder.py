@@ -81,6 +81,12 @@ def test_a_piece_that_has_changed_everywhere_is_sent_in_full():
     assert patch == full(as_pieces(new, cut, ml_dtypes.bfloat16)[0], 7, 4)
 
 
+@pytest.mark.parametrize(("shard", "largest"), [(8300, 830), (1, 1024), (0, 1024), (68_000_000, 6_800_000)])
+def test_no_piece_begins_behind_the_shard(shard: int, largest: int):
+    cut = Cut.of(shard, largest)
+    assert (cut.pieces - 1) * cut.size <= max(0, shard - 1) < cut.pieces * cut.size
+
+
 def test_pieces_have_few_sizes_and_little_padding():
     cuts = {n: Cut.of(n) for n in (1, 1025, 5000, 9_000_000, 25_165_824, 58_720_256, 525_336_577)}
     for n, cut in cuts.items():

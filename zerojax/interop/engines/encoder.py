@@ -47,10 +47,10 @@ class Cut:
     @staticmethod
     def of(shard: int, largest: int = LARGEST) -> "Cut":
         """The cut of a layer's shard of ``shard`` elements into pieces of at most ``largest``."""
-        pieces = max(1, -(-shard // largest))
-        size = max(1, -(-shard // pieces))
+        size = max(1, -(-shard // max(1, -(-shard // largest))))
         unit = 1 << max(10, (size - 1).bit_length() - 4)
-        return Cut(pieces, -(-size // unit) * unit)
+        size = -(-size // unit) * unit
+        return Cut(max(1, -(-shard // size)), size)  # larger pieces may be fewer
 
 
 class Compared(NamedTuple):
