@@ -78,7 +78,7 @@ def alone(documents: list[list[np.ndarray]]) -> np.ndarray:
     return np.stack([np.pad(d, (0, 17 - len(d)), constant_values=-1) for d in flat])
 
 
-def plain_loss(model: GPT, rows: jax.Array) -> jax.Array:
+def plain_loss(model: GPT, rows: np.ndarray | jax.Array) -> jax.Array:
     """The mean over all tokens but each document's first."""
     labels = rows[:, 1:]
     scores = model(jnp.maximum(rows[:, :-1], 0))
