@@ -103,6 +103,8 @@ def test_rewinding_gives_the_same_run(
 
 def test_impossible_rewinds_are_refused(finished_copy: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_copy.path
+    assert main(["checkpoints", str(run), "--rewind", "3", "--delete", "6"]) == 2
+    assert "give --delete in a second command" in capsys.readouterr().err
     assert main(["checkpoints", str(run), "--rewind", "3"]) == 2
     assert "has no checkpoint of step 3; there are: 6, 8" in capsys.readouterr().err
     (run / "checkpoints" / "6" / "manifest.json").unlink()

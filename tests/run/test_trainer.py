@@ -234,6 +234,8 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         with pytest.raises(zerojax.ZeroError, match=words):
             zerojax.Trainer(abstract(), evaluate=lambda _, values=values: values).evaluation()
     trainer = zerojax.Trainer(abstract())
+    with pytest.raises(zerojax.ZeroError, match="call fit first"):
+        trainer.save()
     with pytest.raises(zerojax.ZeroError, match="dict in place of batches"):
         trainer.fit(draw(0), steps=3)
     with pytest.raises(RunError, match="the batches ended after 2: give more"):

@@ -53,6 +53,8 @@ class Options:
 def run(arguments: list[str]) -> None:
     """Rewind and delete if asked to, then list and verify."""
     options = read_options(Options, "checkpoints", arguments)
+    if options.rewind is not None and options.delete is not None:
+        raise ConfigurationError("--rewind moves later checkpoints aside: give --delete in a second command")
     folder = RunFolder(options.run)
     if options.fetch is not None:
         _fetch(options.fetch, folder)

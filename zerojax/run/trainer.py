@@ -277,7 +277,12 @@ class Trainer(TrainLoop):
             callback.on_step_end(self)
 
     def save(self) -> bool:
-        """Start to save a checkpoint, and call the callbacks; False if the last step was skipped."""
+        """Start to save a checkpoint, and call the callbacks; False if the last step was skipped.
+
+        Raises:
+            ConfigurationError: ``fit`` has not been called.
+        """
+        require(self._fits >= 0, "Trainer.save needs a fit, which opens the folder: call fit first")
         if not super().save():
             if self.step == self._steps:
                 self.log.say(
