@@ -28,13 +28,12 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi
 
-# Beside the tests, to which they give way a little: what is left when the tests end uses one core of two. Their
-# output follows.
+# Beside the tests, to which they give way; their output follows.
 output=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
 names=() processes=()
 beside() {
-    nice -n 5 "${@:2}" >"$output/$1" 2>&1 &
+    nice -n 19 "${@:2}" >"$output/$1" 2>&1 &
     names+=("$1") processes+=($!)
 }
 beside pyright "${types[@]}"
