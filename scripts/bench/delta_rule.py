@@ -15,7 +15,6 @@ with Triton 3.4 to 3.7, which compiles it to wrong results (its issue 640). Here
 
 # pyright: reportMissingImports=false
 # PyTorch and flash-linear-attention are not dependencies of zerojax.
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -79,12 +78,9 @@ def peers(tokens: int, *, channels: bool, gradients: bool) -> dict[str, tuple[fl
 
     if gradients:
         peer_blocks.tune_less(4)
-    sys.modules.setdefault("transformers", None)  # pyright: ignore[reportArgumentType]  (fla does without)
-    from fla.ops.common import chunk_o
+    peer_blocks.prepare_fla()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
-
-    chunk_o.TRITON_ABOVE_3_7_1 = True
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(1, tokens, HEADS, *shape, device="cuda")

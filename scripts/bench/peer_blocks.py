@@ -99,16 +99,22 @@ class LinearAttention(nn.Module):
         return self.layer(x, cu_seqlens=self.ends)[0]
 
 
-def import_gated_delta_net() -> Any:
-    """fla's layer, whose backward pass does not look at Triton's version.
+def prepare_fla() -> None:
+    """Let fla do without transformers, and its backward pass not look at Triton's version.
 
-    Other layers and models of fla need transformers, which some images lack or cannot import.
+    Models of fla need transformers, which some images lack or cannot import.
     """
     sys.modules.setdefault("transformers", None)  # pyright: ignore[reportArgumentType]
-    import fla
     from fla.ops.common import chunk_o
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
+
+
+def import_gated_delta_net() -> Any:
+    """fla's layer, without the others."""
+    prepare_fla()
+    import fla
+
     layers = ModuleType("fla.layers")
     layers.__path__ = [f"{path}/layers" for path in fla.__path__]
     sys.modules.setdefault("fla.layers", layers)

@@ -1,5 +1,6 @@
 """``Experts`` for Flax Linen models, and how a module of your own declares the weights of experts."""
 
+from functools import partial
 from typing import cast
 
 import jax.numpy as jnp
@@ -30,6 +31,11 @@ def linen_expert_param(module: linen.Module, name: str, init: Initializer, shape
     return cast(Array, module.param(name, lambda key: ExpertBox(init(key, shape))))
 
 
+def _dense(like: Array, width: int, name: str, init: Initializer) -> linen.Dense:
+    """A layer without bias, in the dtype of ``like``."""
+    return linen.Dense(width, use_bias=False, kernel_init=init, dtype=like.dtype, name=name)
+
+
 class SharedMLP(linen.Module):
     """The expert to which every token goes."""
 
@@ -40,12 +46,9 @@ class SharedMLP(linen.Module):
     @linen.compact
     def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
         """See ``shared_mlp``."""
-
-        def dense(width: int, name: str, init: Initializer = self.kernel_init) -> linen.Dense:
-            return linen.Dense(width, use_bias=False, kernel_init=init, dtype=x.dtype, name=name)
-
+        dense = partial(_dense, x, init=self.kernel_init)
         gate = dense(self.mixture.shared, "gate") if self.mixture.activation in GATED else None
-        up, down = dense(self.mixture.shared, "up"), dense(x.shape[-1], "down", self.down_init)
+        up, down = dense(self.mixture.shared, "up"), dense(x.shape[-1], "down", init=self.down_init)
         share = dense(1, "output_gate") if self.mixture.shared_gate else None
         return shared_mlp(x, self.mixture.activation, gate, up, down, share)
 
@@ -120,15 +123,10 @@ class LinenExperts(linen.Module):
             load = self.variable(ROUTER_STATE, "load", jnp.zeros, each, jnp.int32)
             if moves:
                 bias.value = moved(bias.value, load.value, config.balance_rate)
-
-        def dense(outputs: int, init: Initializer, name: str) -> linen.Dense:
-            return linen.Dense(outputs, use_bias=False, kernel_init=init, dtype=x.dtype, name=name)
-
-        around = (
-            (dense(self.latent, self.kernel_init, "latent_down"), dense(width, down_init, "latent_up"))
-            if self.latent
-            else None
-        )
+        around = None
+        if self.latent:
+            down = _dense(x, self.latent, "latent_down", self.kernel_init)
+            around = down, _dense(x, width, "latent_up", down_init)
         shared = (
             SharedMLP(mixture, self.kernel_init, down_init, name="shared") if self.shared_hidden else None
         )
