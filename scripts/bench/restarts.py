@@ -5,7 +5,8 @@
 
 starts `zerojax launch --restarts N` with these options, waits for some steps, kills the last node's process,
 and so on. It prints a table with the phases of each restart, as run.json has them. At the end it kills the
-job.
+job. With --every it kills at equal intervals, and prints which part of the steps of a job without kills was
+done in them. The seconds before the first kill say how many steps those are.
 """
 
 import shlex
@@ -59,6 +60,7 @@ def main() -> None:
     parser = harness.parser(__doc__, kills=4, nodes=2)
     parser.add_argument("--steps", type=int, default=40, help="before the first kill")
     parser.add_argument("--seconds", type=float, default=12, help="from a new step to the next kill")
+    parser.add_argument("--every", type=float, help="seconds from a kill to the next one")
     parser.add_argument("--launch", type=shlex.split, default=[], help="more options of zerojax launch")
     parser.add_argument("--folder", type=Path, help="of the run; by default a temporary one")
     options, train = parser.parse_known_args()
@@ -75,13 +77,23 @@ def main() -> None:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_for_step(job, folder, options.steps)
+        first, began = last_step(folder), time.monotonic()
+        if options.every:
+            time.sleep(options.every / 2)
+        reached = last_step(folder)
+        rate = (reached - first) / (time.monotonic() - began)
+        first, began = reached, time.monotonic()
         for kill in range(1, options.kills + 1):
             reached, killed = last_step(folder), time.monotonic()
             kill_one(job, options.nodes)
             phases = recovery_after(job, folder, kill)
             rows.append(phases | {"kill to new step": time.monotonic() - killed})
             print(f"killed at step {reached}: {rows[-1]}", flush=True)
-            time.sleep(options.seconds)
+            rest = began + kill * options.every - time.monotonic() if options.every else options.seconds
+            time.sleep(max(rest, 0))
+        if options.every:
+            done, whole = last_step(folder) - first, rate * (time.monotonic() - began)
+            print(f"{done} of {whole:.0f} steps without kills: {done / whole:.1%}", flush=True)
     finally:
         job.kill()
         job.wait()
