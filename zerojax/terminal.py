@@ -129,6 +129,7 @@ class Terminal(io.TextIOBase):
                 _write(self.descriptor, text)
             except OSError as failure:
                 error = failure
+                error.filename = {"stdout": "standard output", "stderr": "standard error"}[self._name]
             with self._changed:
                 self._texts.popleft()
                 self._written += 1

@@ -247,6 +247,33 @@ def test_a_line_is_written_at_once() -> None:
         assert pipe.read(1000) == f"zerojax {VERSION}\n".encode()
 
 
+@pytest.mark.parametrize("command", ["--help", "schema"])
+def test_output_that_cannot_be_written_is_reported_in_one_line(command: str) -> None:
+    program = [sys.executable, "-m", "zerojax", command]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(program, env=for_programs(), stdout=full, stderr=subprocess.PIPE, text=True)
+    written = "zerojax: cannot write to standard output: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, written)
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', *program[:1], *program], env=for_programs(), stderr=-1)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+
+
+def test_debugging_options_of_jax_are_ignored(config: Path) -> None:
+    """With each of them a model of zerojax, or optax, would fail when it is traced."""
+    env = for_programs() | {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+    env |= {"JAX_DISABLE_JIT": "1", "JAX_TRANSFER_GUARD": "disallow"}
+    program = [sys.executable, "-m", "zerojax", "comm", str(config), "--json"]
+    subprocess.run(program, env=env, stdout=subprocess.DEVNULL, check=True)
+
+
+def test_a_platform_that_is_not_there_is_reported_in_one_line() -> None:
+    program = [sys.executable, "-m", "zerojax", "doctor"]
+    ended = subprocess.run(program, env=for_programs() | {"JAX_PLATFORMS": "nothing"}, stderr=-1, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("zerojax: JAX has no device of JAX_PLATFORMS=nothing: ")
+    assert ended.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "\ufffd é"), ("ascii", "? ??")])
 def test_what_an_encoding_lacks_is_replaced(
     encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch

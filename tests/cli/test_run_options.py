@@ -125,6 +125,8 @@ def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
     assert "would resume from step 8" in capsys.readouterr().out
     error = refused(capsys, *resumed, "--model.layers", "2")
     assert "was started with model.layers = 1 and cannot resume with 2" in error
+    assert f"set it back, as in {finished.config}, or choose another" in error
+    assert "--init-from has [model] and the tokenizer from there: repeat the option" in error
     (tmp_path / "file").touch()
     for place in ("file", "file/run"):
         error = refused(capsys, "train", "gpt-tiny", "--run-dir", str(tmp_path / place))

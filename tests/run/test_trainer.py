@@ -185,6 +185,18 @@ def test_a_callback_ends_it_and_a_list_begins_anew(tmp_path: Path, plain: Any) -
     assert zerojax.Trainer(abstract(), tmp_path).step == 5
 
 
+def test_a_callback_changes_the_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    class Leave(zerojax.Callback):
+        def on_step_end(self, trainer: zerojax.Trainer) -> None:
+            monkeypatch.chdir(tmp_path)
+
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    zerojax.Trainer(abstract(), "run", callbacks=[Leave()]).fit(drawn(), steps=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]
+    assert zerojax.Trainer(abstract(), tmp_path / "start" / "run").step == 2
+
+
 def test_without_a_folder_nothing_is_written(plain: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     state = zerojax.TrainState.create(**RUN, mesh=zerojax.make_mesh(1, 2))

@@ -16,7 +16,15 @@ from typing import NoReturn
 
 from zerojax import terminal
 from zerojax.documentation import page
-from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, file_errors, report
+from zerojax.errors import (
+    EXIT_CODES,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_WRONG_USE,
+    disk_errors,
+    file_errors,
+    report,
+)
 from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
 
@@ -46,6 +54,14 @@ COMMANDS = {
     "completion": ("zerojax.cli.completion", "print what makes bash or zsh complete the command line"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions and kernels, and suggest a mesh and preset"),
 }
+
+# Beginnings of the names of JAX's debugging options that zerojax's own models and optax cannot run under.
+_DEBUGGING = (
+    "JAX_DISABLE_JIT",
+    "JAX_NUMPY_DTYPE_PROMOTION",
+    "JAX_NUMPY_RANK_PROMOTION",
+    "JAX_TRANSFER_GUARD",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +97,7 @@ def program() -> NoReturn:
     def leave() -> None:
         if code is not None:
             for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError):
+                with suppress(OSError, AttributeError):  # full, or None because it is closed
                     stream.flush()
             os._exit(code)
 
@@ -93,6 +109,17 @@ def program() -> NoReturn:
 
 
 def _main(arguments: list[str]) -> int:
+    try:
+        with disk_errors(Path("standard output")):
+            return _run(arguments)
+    except tuple(EXIT_CODES) as error:
+        return report(error)[0]
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return EXIT_OK if arguments else EXIT_WRONG_USE
@@ -105,16 +132,18 @@ def _main(arguments: list[str]) -> int:
         suggestion = f"; did you mean {nearest[0]}?" if nearest else f"\n\n{_usage()}"
         terminal.stderr.write(f"zerojax: no command {name!r}{suggestion}\n")
         return EXIT_WRONG_USE
-    try:
-        with file_errors(Path(), what="the working directory is gone, change to another: "):
-            Path.cwd()
-        importlib.import_module(COMMANDS[name][0]).run(rest)
-    except tuple(EXIT_CODES) as error:
-        return report(error)[0]
-    except BrokenPipeError:  # the reader, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+    with file_errors(Path(), what="the working directory is gone, change to another: "):
+        Path.cwd()
+    if name not in ("launch", "emulate"):  # they also start programs of the user
+        _leave_debugging()
+    importlib.import_module(COMMANDS[name][0]).run(rest)
     return EXIT_OK
+
+
+def _leave_debugging() -> None:
+    """Ignore debugging options of the user's environment, which JAX reads when it is imported."""
+    for variable in [name for name in os.environ if name.startswith(_DEBUGGING)]:
+        del os.environ[variable]
 
 
 def _prepare_streams() -> None:

@@ -1,5 +1,6 @@
 """``zerojax checkpoints RUN``: list, verify, rewind and delete checkpoints."""
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from zerojax.run.checkpoints import (
 from zerojax.run.metrics.files import move_later_lines
 from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.validation.paths import is_store_url
+
+# Columns in a pipe or file: a checkpoint is one line.
+_PIPE_WIDTH = 1000
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def run(arguments: list[str]) -> None:
         bad += why is not None
         state = f"damaged: {why}" if why else "verified" if options.verify else "complete"
         table.add_row(path.name, *_described(path), f"{_part(path)}{state}")
-    Console(soft_wrap=True, highlight=False, markup=False).print(table)
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    Console(soft_wrap=True, highlight=False, markup=False, width=width).print(table)
     if bad:
         raise RunError(f"{bad} of {len(paths)} checkpoints are damaged")
 

@@ -22,7 +22,7 @@ from zerojax.network import nccl
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics.log import peak_flops
 from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit
-from zerojax.sharding.mesh import on_gpus
+from zerojax.sharding.mesh import all_devices, on_gpus
 from zerojax.versions import JAX_TESTED, installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
@@ -83,7 +83,8 @@ def _versions() -> Rows:
 
 
 def _devices() -> Rows:
-    rows = [("processes", str(jax.process_count())), ("devices", str(jax.device_count()))]
+    devices = str(len(all_devices()))
+    rows = [("processes", str(jax.process_count())), ("devices", devices)]
     for device in jax.local_devices():
         stats = device.memory_stats() or {}
         facts = [device.platform, device.device_kind]

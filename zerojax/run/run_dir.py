@@ -210,7 +210,8 @@ def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list
         if name not in _FREE_KEYS and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
             raise ConfigurationError(
                 f"{folder.path} was started with {name} = {old!r} and cannot resume with {new!r}: "
-                "set it back, or choose another --run-dir"
+                f"set it back, as in {folder.config}, or choose another --run-dir. A run started with "
+                "--init-from has [model] and the tokenizer from there: repeat the option"
             )
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
 

@@ -164,7 +164,9 @@ class Trainer(TrainLoop):
             retention is None or isinstance(retention, Retention),
             f"retention={retention!r}: give a checkpoints.Retention, such as Retention(newest=3)",
         )
-        self.folder = None if folder is None else RunFolder(Path(folder))
+        self.folder = (
+            None if folder is None else RunFolder(Path(folder).absolute())
+        )  # for callbacks that chdir
         self.lock = self.checkpoints = None
         self.watchdog = Watchdog(logger.warning)  # without limits
         self._evaluate = evaluate if evaluate is None or callable(evaluate) else list(_several(evaluate))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.network import nccl
 
 NODE = "node"
@@ -74,6 +74,7 @@ def make_mesh(
 
     Raises:
         ConfigurationError: the extents are not positive, or ask for more devices than there are.
+        RunError: JAX has no device.
 
     Examples:
         >>> dict(zerojax.make_mesh(2, 4).shape)
@@ -82,7 +83,7 @@ def make_mesh(
     for name, extent in (("nodes", nodes), ("local", local)):
         if extent is not None and extent < 1:
             raise ConfigurationError(f"make_mesh: {name}={extent} must be at least 1.")
-    available = list(jax.devices() if devices is None else devices)
+    available = list(all_devices() if devices is None else devices)
     available.sort(key=lambda device: (device.process_index, device.id))
     processes = len({device.process_index for device in available})
     if nodes is None:
@@ -93,7 +94,8 @@ def make_mesh(
     if wanted > len(available) or wanted == 0:
         each = -(-max(nodes, 1) * max(local, 1) // processes)
         emulate = (
-            ", or emulate devices: zerojax's commands do with --mesh.emulate, a program of your own with "
+            ", or emulate devices: zerojax's commands do with --mesh.emulate, unless XLA_FLAGS or "
+            "JAX_NUM_CPU_DEVICES sets their number; a program of your own does with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={each}"
         )
         raise ConfigurationError(
@@ -110,6 +112,22 @@ def make_mesh(
         nccl.apply(nccl.settings_here(processes, len(available), local)[1])
     grid = np.asarray(available[:wanted], dtype=object).reshape(nodes, local)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def all_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+    """The devices of all processes.
+
+    Raises:
+        RunError: JAX cannot use the platform that JAX_PLATFORMS names. It may be a driver that recovers.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found a platform
+        platforms = jax.config.jax_platforms
+        raise RunError(
+            f"JAX has no device of JAX_PLATFORMS={platforms}: {str(error) or 'its package is missing'}: "
+            "install zerojax's extra for this machine, or unset JAX_PLATFORMS"
+        ) from error
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:

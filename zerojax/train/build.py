@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from zerojax.adapters import LossFn, Model, adapt
@@ -43,6 +44,11 @@ def build(
     """
     mesh = checked_mesh(mesh)
     refuse_another(mesh)
+    if jax.config.jax_disable_jit:
+        raise ConfigurationError(
+            "jax.disable_jit (JAX_DISABLE_JIT): a step exists only as a compiled program. Turn it off here, "
+            "and debug the model or the loss outside zerojax, or by jax.debug.print."
+        )
     world = MeshShape.of(mesh)
     check_options(zero, world)
     adapter = adapt(model, zero.units, loss_fn, sample_batch, world)

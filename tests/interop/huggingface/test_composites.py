@@ -111,7 +111,7 @@ def test_a_run_opens_and_its_text_part_has_transformers_logits(tmp_path: Path):
     model, run = copied("gemma3-images", tmp_path / "model", {}), RunFolder(tmp_path / "run")
     imported(model, run)
     trained = open_trained(run, run.read_config(), MeshSection(nodes=1, local=1))
-    expected = np.load(FOLDER / "gemma3-images" / "expected.npz")
+    expected = dict(np.load(FOLDER / "gemma3-images" / "expected.npz"))
     logits = GPT.__call__(gather_model(trained.state), expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
 

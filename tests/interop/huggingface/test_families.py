@@ -78,7 +78,7 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
 
 
 def test_logits_equal_transformers(loaded: Loaded):
-    expected = np.load(loaded.folder / "expected.npz")
+    expected = dict(np.load(loaded.folder / "expected.npz"))
     model = gather_model(loaded.state)
     logits = nnx.jit(GPT.__call__)(model, expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=1e-5, atol=1e-5)

@@ -105,7 +105,7 @@ def test_a_custom_loop_trains_new_adapters_on_the_files_weights():
     model, options = ModelFolder.open(folder).model, {"lora": LoRA(rank=2), "compute_dtype": "float32"}
     base = huggingface.load_base(created(model, (1, 2), **options), folder)
     state = created(model, (1, 2), "create", base=base, **options)
-    expected = np.load(folder / "expected.npz")
+    expected = dict(np.load(folder / "expected.npz"))
     logits = zerojax.gather_model(state)(expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 

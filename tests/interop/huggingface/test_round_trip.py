@@ -32,7 +32,7 @@ def export(run: Imported, out: Path, dtype: str | None = None, largest_file: int
 
 
 def test_logits_equal_transformers(imported: Imported):
-    expected = np.load(imported.model / "expected.npz")
+    expected = dict(np.load(imported.model / "expected.npz"))
     logits = gather_model(imported.trained.state)(expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 

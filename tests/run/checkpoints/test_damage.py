@@ -211,6 +211,7 @@ def test_a_run_goes_on_from_the_one_before(
     assert main(["checkpoints", str(finished_copy.path)]) == 1
     listed = capsys.readouterr()
     assert "1 of 2 checkpoints are damaged" in listed.err
+    assert len(listed.out.splitlines()) == 3, "a line for each in a pipe"
     with TrainRun.open(finished.read_config(), finished_copy) as trainer:
         out = " ".join(capsys.readouterr().out.split())
         assert f"8 is damaged: {victim.relative_to(checkpoints / '8')} has changed (wrong checksum)" in out
