@@ -228,16 +228,17 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
     return found
 
 
-def _keep(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
+def _keep(cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any) -> None:
     """JAX's ``_cache_write``, but in every process instead of only the first."""
     if isinstance(backend, CompileOnlyPyClient):  # zerojax.aot's programs cannot be loaded here
         return
-    if seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
+    if compile_time_secs < jax.config.jax_persistent_cache_min_compile_time_secs:
         return
     try:
-        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+        seconds = int(compile_time_secs)
+        compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, seconds)
     except jax.errors.JaxRuntimeError as error:  # the runtime cannot write all programs
-        logger.warning(f"{name} is not kept: {error_line(error)}")
+        logger.warning(f"{module_name} is not kept: {error_line(error)}")
 
 
 @cache

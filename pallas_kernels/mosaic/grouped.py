@@ -581,7 +581,7 @@ def sums_of_products(
 
     def body(
         plan: Any, x: Any, g: Any, out: Any, x_buffer: Any, g_buffer: Any, union: Any, full: Any, free: Any
-    ):
+    ) -> None:
         staged, x_tiles, x_lines = union[0], *_both(x_buffer)
         warpgroup, walk = lax.axis_index("warpgroup"), _Sums(plan, groups, k, n, tuning, STEP)
 

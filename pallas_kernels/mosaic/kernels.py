@@ -65,11 +65,11 @@ class Rows:
         """Bytes of a row, including scales."""
         return self.code_bytes + 2 * self.blocks
 
-    def codes_of(self, ref: Any, row: Any):
+    def codes_of(self, ref: Any, row: Any) -> Any:
         """The codes [blocks, block] of a GMEM ref [rows, codes, and scales viewed as codes]."""
         return ref.at[row, pl.ds(0, self.codes)].reshape(self.blocks, self.block)
 
-    def scales_of(self, ref: Any, row: Any):
+    def scales_of(self, ref: Any, row: Any) -> Any:
         """The scales [blocks] of a GMEM ref bf16[rows, codes viewed as scales, and scales]."""
         return ref.at[row, pl.ds(self.code_bytes // 2, self.blocks)]
 

@@ -78,9 +78,9 @@ def _launch(
 
     Contraction to fused multiply-adds rounds unlike the reference, which codecs equal bit for bit.
     """
-    fusion = {"enable_fp_fusion": contracts}
-    # jax-triton 0.4 renamed these arguments.
-    options = {"out_type": out, "backend_options": fusion} if _NEW_STYLE else {"out_shape": out, **fusion}
+    options: dict[str, Any] = {"out_shape": out, "enable_fp_fusion": contracts}
+    if _NEW_STYLE:  # jax-triton 0.4 renamed these arguments
+        options = {"out_type": out, "backend_options": {"enable_fp_fusion": contracts}}
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,

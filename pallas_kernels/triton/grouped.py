@@ -59,7 +59,7 @@ def tile_for(chip: int, dtype: jnp.dtype, rows_per_group: int | None = None) -> 
     tile = _FP32 if dtype == jnp.float32 else _BF16[max((c for c in _BF16 if c <= chip), default=80)]
     if rows_per_group is None:
         return tile
-    rows = max(_LEAST, min(tile.rows, triton.next_power_of_2(rows_per_group)))
+    rows = max(_LEAST, min(tile.rows, int(triton.next_power_of_2(rows_per_group))))
     return tile._replace(rows=rows, warps=tile.warps if rows >= 64 else 4)
 
 

@@ -32,7 +32,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +143,7 @@ def _syntax_error(text: str) -> str:
 
 
 @contextlib.contextmanager
-def copy_of(root: Path) -> Iterator[Path]:
+def copy_of(root: Path) -> Generator[Path]:
     """A temporary copy of the tree."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         yield shutil.copytree(root, Path(folder) / "tree", ignore=LEFT_OUT)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -141,7 +141,7 @@ class Proxy(ThreadingHTTPServer):
             tokens = [
                 engine.complete(Request(prompt, TOKENS, 0), GREEDY, [], version).tokens for prompt in PROMPTS
             ]
-        except (EngineLost, OSError, URLError):
+        except (EngineLost, OSError):
             self.lost += 1
             return
         # vLLM's names begin with the place of the worker.

@@ -48,7 +48,7 @@ MIXTURE = GPTConfig(
     vocab_size=256, layers=4, d_model=2048, heads=32, kv_heads=4, head_width=128, ffn=1408, experts=64,
     experts_per_token=8, qk_norm=True, max_seq_len=2048, **LLAMA,
 )  # fmt: skip
-SMALL: dict[str, int] = {"d_model": 64, "heads": 4, "ffn": 128, "max_seq_len": 32}
+SMALL: dict[str, Any] = {"d_model": 64, "heads": 4, "ffn": 128, "max_seq_len": 32}
 STAGES = {
     "jaxpr_trace_duration": "trace",
     "jaxpr_to_mlir_module_duration": "lower",
@@ -67,8 +67,10 @@ class Case:
     def small(self) -> "Case":
         """The same model, in small."""
         config = self.config
-        more = {"kv_heads": 2, "head_width": 16, "experts": 8} if config.experts else {}
-        return dataclasses.replace(self, config=dataclasses.replace(config, **SMALL, **more))
+        changes = dict(SMALL)
+        if config.experts:
+            changes |= {"kv_heads": 2, "head_width": 16, "experts": 8}
+        return dataclasses.replace(self, config=dataclasses.replace(config, **changes))
 
 
 CASES = {

@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import numpy as np
@@ -37,7 +37,7 @@ class Timed(DeviceReplica):
         }
 
     @contextmanager
-    def paused(self, version: int) -> Iterator[None]:
+    def paused(self, version: int) -> Generator[None]:
         """Note how long the engine would be paused."""
         self.times["paused"] = time.monotonic()
         yield

@@ -81,9 +81,9 @@ def loss(weights: dict[str, Any], windows: Array, *, in_fp8: bool, balance: floa
     x = jnp.sum(weights["bytes"][jnp.arange(CONTEXT), windows[:, :CONTEXT]], axis=1)
     total = jnp.float32(0)
     for layer in weights["layers"]:
-        own = [operand(layer[name]) if in_fp8 else layer[name] for name in ("gate", "up", "down")]
+        gate, up, down = (operand(layer[name]) if in_fp8 else layer[name] for name in ("gate", "up", "down"))
         normed = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
-        out, stats = mix_experts(normed, layer["router"], ExpertWeights(*own), 2, RouterConfig())
+        out, stats = mix_experts(normed, layer["router"], ExpertWeights(gate, up, down), 2, RouterConfig())
         x, total = x + out, total + balance_loss(stats)
     logits = x @ weights["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean() + balance * total

@@ -129,7 +129,8 @@ def test_a_complex_parameter_is_refused():
 
 class Assigning(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
-        self.linear, self.last = nnx.Linear(4, 4, rngs=rngs), 0.0
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.last: float | jax.Array = 0.0
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.last = jnp.mean(x**2)

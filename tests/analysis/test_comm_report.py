@@ -1,6 +1,7 @@
 """The report's count against numbers computed by hand."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ class Matrix(nnx.Module):
 
 
 def report_of(loss=squared_error, nodes=2, local=4, model=Matrix, **settings):
-    settings = {"units": (model,), "block_size": 64, **settings}
-    zero = zerojax.ZeroConfig.preset(settings.pop("preset", "zero3"), **settings)
+    given: dict[str, Any] = {"preset": "zero3", "units": (model,), "block_size": 64, **settings}
+    zero = zerojax.ZeroConfig.preset(given.pop("preset"), **given)
     mesh = zerojax.make_mesh(nodes, local)
     state = zerojax.TrainState.abstract(model, optax.sgd(0.1), loss, mesh=mesh, zero=zero)
     return zerojax.comm_report(state, batch_of(nodes * local * zero.accumulate))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,25 +15,21 @@ GBIT, MIB = 1e9 / 8, 1 << 20
 
 def report(flows, collectives, *, rate=None, local=1, busy=0.3, stolen=0.0, thread=0.3, latency=0.0, **more):
     """Flows and the collectives' rate in Gb/s a node."""
-    return LinkReport(
-        **(
-            {
-                "nodes": 2,
-                "local": local,
-                "platform": "gpu",
-                "interface": "eth0",
-                "rate": rate and rate * GBIT,
-                "flows": tuple(FlowRate(k, g * GBIT, thread, busy, stolen) for k, g in flows.items()),
-                "collectives": tuple(
-                    CollectiveTime(op, n * MIB, latency + local * n * MIB / (collectives * GBIT))
-                    for n in (1, 16, 64)
-                    for op in ("all-gather", "all-to-all")
-                ),
-                "nccl": {},
-            }
-            | more
-        )
-    )
+    given: dict[str, Any] = {
+        "nodes": 2,
+        "local": local,
+        "platform": "gpu",
+        "interface": "eth0",
+        "rate": rate and rate * GBIT,
+        "flows": tuple(FlowRate(k, g * GBIT, thread, busy, stolen) for k, g in flows.items()),
+        "collectives": tuple(
+            CollectiveTime(op, n * MIB, latency + local * n * MIB / (collectives * GBIT))
+            for n in (1, 16, 64)
+            for op in ("all-gather", "all-to-all")
+        ),
+        "nccl": {},
+    }
+    return LinkReport(**given | more)
 
 
 GROWING = {1: 19.8, 2: 36, 4: 67, 8: 94.6}  # measured over an emulated link of 100 Gb/s

@@ -12,7 +12,7 @@ from plain_experts import assert_close, plain_experts, some_experts, some_routin
 
 import zerojax
 from zerojax.comm.in_order import on_mesh
-from zerojax.experts import ExpertWeights, apply_experts
+from zerojax.experts import Activation, ExpertWeights, apply_experts
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 5, 6, 7, 8  # tokens of a device
@@ -21,13 +21,14 @@ TOKENS, WIDTH, HIDDEN, EXPERTS = 5, 6, 7, 8  # tokens of a device
 def both(nodes: int, local: int, per_token: int, capacity: float, *, biases: bool = False):
     """Outputs and gradients on a mesh, and by the plain loop, as functions of tokens and routing."""
     mesh = zerojax.make_mesh(nodes, local)
-    activation = "swiglu_clamped" if biases else "swiglu"
+    activation: Activation = "swiglu_clamped" if biases else "swiglu"
     own = some_experts(EXPERTS, WIDTH, HIDDEN, biases=biases)
 
     def on_device(x: Array, experts: Array, weights: Array, cotangent: Array, own: ExpertWeights):
         def of(x: Array, weights: Array, own: ExpertWeights) -> Array:
-            options = {"of": EXPERTS, "activation": activation, "capacity": capacity}
-            return apply_experts(x, experts, weights, own, **options)
+            return apply_experts(
+                x, experts, weights, own, of=EXPERTS, activation=activation, capacity=capacity
+            )
 
         out, pull = jax.vjp(of, x, weights, own)
         of_x, of_weights, of_own = pull(cotangent)

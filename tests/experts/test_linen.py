@@ -26,7 +26,9 @@ def mixture(**settings: Any) -> LinenExperts:
 
 
 def test_values_and_state_are_those_of_the_nnx_module():
-    settings = {"activation": "swiglu_clamped", "biases": True, "shared_gate": True, "latent": 4}
+    settings: dict[str, Any] = {
+        "activation": "swiglu_clamped", "biases": True, "shared_gate": True, "latent": 4
+    }  # fmt: skip
     router = RouterConfig("sigmoid", balance_rate=0.1, logit_biases=True)
     layer = zerojax.Experts(
         WIDTH, HIDDEN, EXPERTS, PER_TOKEN, router=router, shared=3, **settings, init=normal, rngs=nnx.Rngs(0)

@@ -126,8 +126,8 @@ def test_prompts_that_are_prefilled_in_pieces_have_the_same_responses(name, mesh
 def test_several_tokens_end_a_row_in_their_order():
     state = begun("stack")
     free = zerojax.generate(state, prompts(), 7, temperature=0).tokens.tolist()
-    stop = [tuple(free[0][1:4]), free[1][2]]
-    given = [np.asarray(stop[0]), np.int64(stop[1])]  # as tokens come
+    stop: tuple[tuple[int, ...], int] = tuple(free[0][1:4]), free[1][2]
+    given: Any = [np.asarray(stop[0]), np.int64(stop[1])]  # as tokens come
     got = zerojax.generate(state, prompts(), 7, temperature=0, stop=given)
     for row, (tokens, length) in zip(free, zip(got.tokens.tolist(), got.lengths, strict=True), strict=True):
         places = [n for n in range(1, 8) if row[n - 1] == stop[1] or tuple(row[max(0, n - 3) : n]) == stop[0]]
@@ -200,7 +200,7 @@ def agreement(model, batch):
 )
 def test_the_copy_has_exactly_the_weights_of_trainings_forward_pass(preset, mesh, form):
     """A node's weights are rounded, or differ from the masters by an update: both paths read the same."""
-    options = {"stage": int(preset[-1])} if "stage" in preset else {"preset": preset}
+    options: dict[str, Any] = {"stage": int(preset[-1])} if "stage" in preset else {"preset": preset}
     state = create(SMALL, *mesh, **options)
     state = state.with_params(jax.tree.map(lambda x: 0.9 * x + 0.01, state.params))
     given = prompts(12)

@@ -12,7 +12,9 @@ from zerojax.generation import Sampling, stream
 from zerojax.generation.sampling import sample
 from zerojax.models import GPT, GPTConfig
 
-SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
+SMALL: dict[str, Any] = {
+    "vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3
+}  # fmt: skip
 LATENT = LLAMA | {
     "kv_heads": None, "head_width": 12, "latent_rank": 10, "latent_query_rank": 7, "latent_rope_width": 4,
     "latent_value_width": 6, "sliding_window": 6, "sliding_window_pattern": 2, "query_scalar": 5.0,

@@ -21,6 +21,12 @@ from zerojax.train.state import begin_with
 WIDTH, HIDDEN = 6, 11
 
 
+def in_fp32(**options: Any) -> zerojax.ZeroConfig:
+    """A config that computes in fp32, unless the options say otherwise."""
+    options.setdefault("compute_dtype", "float32")
+    return zerojax.ZeroConfig(**options)
+
+
 class SlopeLayer(nnx.Module):
     """A layer whose gradient is a given vector, whatever its weights."""
 
@@ -77,7 +83,7 @@ class Case:
         return started(self.abstract(tx, nodes=nodes, local=local, **zero), given)
 
     def _rest(self, nodes: int, local: int, zero: dict[str, Any]) -> dict[str, Any]:
-        config = zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": self.units, **zero})
+        config = in_fp32(**{"units": self.units} | zero)
         sample = self.batches(2, 1)[0] if self.linen else None
         return {"mesh": zerojax.make_mesh(nodes, local), "zero": config, "sample_batch": sample}
 

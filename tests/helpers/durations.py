@@ -107,9 +107,10 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the cost of a test's setup, call or teardown."""
-        for name, value in report.user_properties:
+        properties: list[tuple[str, Any]] = report.user_properties
+        for name, value in properties:
             if name == _PROPERTY:
-                self._tests[report.nodeid] += Cost(**value)  # pyright: ignore[reportCallIssue]
+                self._tests[report.nodeid] += Cost(**value)
         report.user_properties[:] = [p for p in report.user_properties if p[0] != _PROPERTY]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -18,7 +18,7 @@ from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 
-abstract_state = build.RunSetup.abstract_state.func
+abstract_state = vars(build.RunSetup)["abstract_state"].func
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -36,7 +36,7 @@ def shared_steps() -> Iterator[None]:
 
     def shared_state(setup: build.RunSetup) -> zerojax.TrainState:
         own = setup.config.model, setup.config.lora, setup.zero, setup.spikes, setup.loss_fn
-        key: Any = (setup.mesh, id(setup.tx), repr(own))  # pyright infers such keys for minutes
+        key: Any = (setup.mesh, id(setup.tx), repr(own))  # type checkers infer such keys for minutes
         if key in states:
             return states[key]
         state = abstract_state(setup)

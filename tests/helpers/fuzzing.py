@@ -5,7 +5,7 @@ import json
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,7 +109,7 @@ def _places(values: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def time_limit(seconds: float = 10) -> Iterator[None]:
+def time_limit(seconds: float = 10) -> Generator[None]:
     """Fail what takes more of this process's time than that; the time of others is not counted."""
 
     def end(signum: int, frame: object) -> None:

@@ -56,7 +56,7 @@ def _kernel(body: Callable, *, out_type: jax.ShapeDtypeStruct, grid: tuple[int],
         out = np.full(out_type.shape, 3, out_type.dtype)
         references = [Reference(np.asarray(array)) for array in arrays]
         for program in range(grid[0]):
-            lax.axis_index = lambda _, program=program: jnp.int32(program)
+            lax.axis_index = lambda axis_name, program=program: jnp.int32(program)
             body(*references, Reference(out))
         return jnp.asarray(out)
 

@@ -1,12 +1,12 @@
 """A pipe whose reader has stopped."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def full_pipe() -> Iterator[tuple[int, int]]:
+def full_pipe() -> Generator[tuple[int, int]]:
     """The ends of a pipe, to read and to write, that is full: whoever writes to it is blocked."""
     reader, writer = os.pipe()
     try:

@@ -161,7 +161,8 @@ def test_a_row_in_pieces_is_the_whole_row(rule):
     time, taps = CHUNK + 20, 4
     given, rule = fp32(inputs(time, rule=rule)), jax.jit(gated_delta_rule)
     whole, state = rule(**given)
-    pieces, carried = [], None
+    pieces: list[jax.Array] = []
+    carried: Any = None
     for first, last in ((0, 30), (30, 31), (31, time)):
         own = jax.tree.map(lambda x, cut=slice(first, last): x[:, cut], given)
         out, carried = rule(**own, state=carried)

@@ -12,7 +12,9 @@ from model_shapes import GEMMA, LLAMA, MIXED, OLMO, PARALLEL
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, lm_loss
 
-SMALL = {"vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"mlp": "relu"},

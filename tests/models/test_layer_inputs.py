@@ -69,10 +69,10 @@ def plain_logits(weights: Weights, tokens: np.ndarray) -> jax.Array:
         width = 8 if full else 4
         heads = normed(x, w["norm_attention"]["scale"]) @ w["attention"]["qkv"]["kernel"]
         heads = heads.reshape(*tokens.shape, -1, width)
-        turn = {"theta": 10000.0, "pairs": 2} if full else {"theta": 100.0, "pairs": 2}
-        query = rotated(normed(heads[:, :, :4], w["attention"]["query_norm"]["scale"]), **turn)
+        theta = 10000.0 if full else 100.0
+        query = rotated(normed(heads[:, :, :4], w["attention"]["query_norm"]["scale"]), theta=theta, pairs=2)
         if not shares:
-            key = rotated(normed(heads[:, :, 4:5], w["attention"]["key_norm"]["scale"]), **turn)
+            key = rotated(normed(heads[:, :, 4:5], w["attention"]["key_norm"]["scale"]), theta=theta, pairs=2)
             keys[full] = key, normed(heads[:, :, 5:])
         key, value = keys[full]
         seen = (distances >= 0) & (full | (distances < 6))

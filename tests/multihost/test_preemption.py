@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Path:
 @contextmanager
 def started(
     *arguments: object, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
-) -> Iterator[subprocess.Popen[str]]:
+) -> Generator[subprocess.Popen[str]]:
     """A Python program, killed at the end if it has not ended by itself."""
     with subprocess.Popen(
         [sys.executable, *map(str, arguments)],

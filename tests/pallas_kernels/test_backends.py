@@ -56,7 +56,7 @@ def test_what_no_kernel_computes_is_composed_of_other_kernels(kernels):
 
         setattr(kernels[1], name, kernel)
     payload = reference.encode(jnp.ones((65, 128)), None, fmt="int8", rotation=0, **OPTIONS)
-    static = {"fmt_in": "int8", "fmt_out": "int4", "rows_out": 2, "n": 64, **OPTIONS}
+    static: dict[str, Any] = {"fmt_in": "int8", "fmt_out": "int4", "rows_out": 2, "n": 64, **OPTIONS}
     found = backends.on_cuda("decode_sum_encode")(payload, None, **static)
     np.testing.assert_array_equal(found, reference.decode_sum_encode(payload, None, **static))
     rows, matrices = (jnp.ones(shape, jnp.float8_e4m3fn) for shape in ((3, 16), (1, 16, 8)))

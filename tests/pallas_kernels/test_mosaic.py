@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def test_decode(name, fmt, blocks):
 
 @pytest.mark.parametrize("option", [{"rounding": "stochastic"}, {"rotation": 32}, {"fmt": "int2"}])
 def test_what_has_no_kernel_is_left_to_others(option):
-    static = {"fmt": "int8", "block": 64, "rounding": "nearest", "rotation": 0, **option}
+    static: dict[str, Any] = {"fmt": "int8", "block": 64, "rounding": "nearest", "rotation": 0, **option}
     assert calls.encode(jnp.asarray(case("normal", 2, 64 * 8)), jnp.uint32(1), **static) is None
 
 

@@ -46,8 +46,8 @@ def draw(bad: set[int], killed_at: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def trainer(folder: Path, **options: Any) -> zerojax.Trainer:
-    settings = {"save_every": 3, "evaluate": HELD_OUT, "evaluate_every": 4, "max_skips": 3} | options
-    return zerojax.Trainer(abstract(), folder, **settings)
+    given: dict[str, Any] = {"save_every": 3, "evaluate": HELD_OUT, "evaluate_every": 4, "max_skips": 3}
+    return zerojax.Trainer(abstract(), folder, **given | options)
 
 
 def test_lines_are_those_of_their_steps_and_the_same_after_a_restart(tmp_path: Path) -> None:

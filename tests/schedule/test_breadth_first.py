@@ -17,7 +17,7 @@ from zerojax.schedule.breadth_first import map_microbatches
 from zerojax.schedule.unit import refuse_mapped
 
 MICRO = 3
-BREADTH = {"accumulate": MICRO, "accumulate_order": "breadth"}
+BREADTH: dict[str, Any] = {"accumulate": MICRO, "accumulate_order": "breadth"}
 
 
 def body(weights: Any, x: jax.Array, shared: Any) -> tuple[jax.Array, jax.Array]:

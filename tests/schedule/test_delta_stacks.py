@@ -23,7 +23,7 @@ from zerojax.train.fields import abstract_replicas, specs_of
 from zerojax.train.pass_weights import masters_of, refreshed
 from zerojax.weights import Weight
 
-DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
+DELTA: dict[str, Any] = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
 
 
 class Layer(nnx.Module):
@@ -145,5 +145,5 @@ def make(run: Any, layers: int, rngs: nnx.Rngs) -> Model:
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"delta_resync": 2}, {"nodes": 1}], ids=str)
 def test_nothing_is_left_to_the_forward_pass_where_it_would_be_done_twice_or_not_at_all(options):
     case = Case(functools.partial(make, in_order, 2), squared_error, (), regression_batch)
-    options = {"nodes": 2, "local": 2, **DELTA, **options}
-    assert case.abstract(optax.sgd(0.1), **options).spec.updating == ()
+    given: dict[str, Any] = {"nodes": 2, "local": 2, **DELTA, **options}
+    assert case.abstract(optax.sgd(0.1), **given).spec.updating == ()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import HIDDEN, WIDTH, Block, Listed, started
+from core_models import HIDDEN, WIDTH, Block, Listed, in_fp32, started
 from flax import linen, nnx
 
 import zerojax
@@ -106,7 +106,7 @@ def reference(kind: Any, loss: Any) -> tuple[dict[str, Any], float, dict[Any, np
 def create(
     kind: Any, loss: Any, mesh: tuple[int, int], *, make: Any = zerojax.TrainState.create, **zero: Any
 ) -> zerojax.TrainState:
-    config = zerojax.ZeroConfig(**{"compute_dtype": "float32", **zero})
+    config = in_fp32(**zero)
     sample = X if isinstance(kind, linen.Module) else None
     arguments = {"mesh": zerojax.make_mesh(*mesh), "zero": config, "sample_batch": sample}
     return make(kind, SGD, loss, **arguments)

@@ -76,7 +76,7 @@ def test_so_they_have_in_every_kind_of_decoder(kind, remat, part):
     batch = {"tokens": tokens}
     if kind == "packed":
         batch["segments"] = (np.arange(13) >= np.arange(8)[:, None]).astype(np.int32) + 1
-    frozen = {"frozen": ("*",)} if kind == "adapters" else {}
+    frozen: dict[str, Any] = {"frozen": ("*",)} if kind == "adapters" else {}
 
     def run(**more: Any) -> Any:
         state = zerojax.TrainState.create(

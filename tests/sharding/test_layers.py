@@ -1,6 +1,7 @@
 """Stacks of layers of several kinds: their order, and that they learn what plain JAX does."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ class Narrow(nnx.Module):
 class Mixed(nnx.Module):
     """A stack with an argument that all layers share, and one that differs; and a head."""
 
-    def __init__(self, blocks: list[type[nnx.Module]], layers: int, rngs: nnx.Rngs):
+    def __init__(self, blocks: Sequence[type[nnx.Module]], layers: int, rngs: nnx.Rngs):
         self.gain = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))
         self.stack = zerojax.Stack(blocks, layers, rngs=rngs)
         self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
@@ -92,7 +93,7 @@ def by_hand(order: tuple[int, ...], first: type, weights: Weights, batch: dict[s
 
 
 def created(
-    blocks: list[type[nnx.Module]],
+    blocks: Sequence[type[nnx.Module]],
     layers: int,
     mesh: tuple[int, int],
     *,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import WIDTH, regression_batch, squared_error
+from core_models import WIDTH, in_fp32, regression_batch, squared_error
 from flax import linen, nnx, traverse_util
 from jax import lax
 from plain_loop import by_path, distance, masters
@@ -104,7 +104,7 @@ def create(style: str, mesh: tuple[int, int], axis: Any = AXES, **zero: Any) -> 
         SGD,
         squared_error,
         mesh=zerojax.make_mesh(*mesh),
-        zero=zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": units, **zero}),
+        zero=in_fp32(**{"units": units} | zero),
         sample_batch=sample,
     )
 

@@ -54,7 +54,7 @@ def adamw(mask: Any = by_ndim) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(schedule, weight_decay=0.2, mask=mask))
 
 
-EXACT = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
+EXACT: dict[str, Any] = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
 ADAM_WITHIN = {"losses_within": 1e-5, "params_within": 1e-3}
 
 
@@ -190,7 +190,7 @@ def test_decay_by_path_clip_and_schedule_exactly(name, mesh, stage, options):
     check(name, momentum_with_decay, mesh, stage=stage, **options)
 
 
-BREADTH = {"accumulate_order": "breadth"}
+BREADTH: dict[str, Any] = {"accumulate_order": "breadth"}
 
 
 @pytest.mark.parametrize(

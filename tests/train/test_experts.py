@@ -237,7 +237,9 @@ def test_a_fingerprint_of_frozen_experts_is_that_of_any_mesh():
 
 @pytest.mark.slow
 def test_local_updates_are_those_with_gathered_experts():
-    exact = {"preset": "local", "every": 2, "weights": "fp32", "grads": ("fp32", "fp32"), "rotation": 0}
+    exact: dict[str, Any] = {
+        "preset": "local", "every": 2, "weights": "fp32", "grads": ("fp32", "fp32"), "rotation": 0
+    }  # fmt: skip
     exact |= {"error_feedback": False, "outer_delay": 1}
     (losses, state), (wanted, other) = (trained(2, 2, **exact, experts=how) for how in ("local", "gathered"))
     np.testing.assert_allclose(losses[1:], wanted[1:], rtol=1e-5)

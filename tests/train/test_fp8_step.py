@@ -109,7 +109,7 @@ def test_steps_are_those_of_simulated_matmuls(name, mesh, options):
 
 
 MESHES = ((1, 1), (1, 8), (2, 4), (4, 2), (8, 1), (3, 2))
-OPTIONS = (
+OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"hpz": True, "remat": "none"},
     {"remat": "attention", "accumulate": 2},

@@ -1,6 +1,7 @@
 """Frozen weights: they stay as they are, cost no gradient and cross no nodes; the others train as ever."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def wanted(name: str):
 def states(name: str, nodes: int, local: int, steps: int = 4, **zero):
     """The states before and after some steps, and the losses."""
     case = CASES[name]
-    options = {"frozen": DENSE if case.linen else UP, **zero}
+    options: dict[str, Any] = {"frozen": DENSE if case.linen else UP, **zero}
     first = state = case.create(SGD, nodes=nodes, local=local, **options)
     losses = []
     for batch in case.batches(24, steps):

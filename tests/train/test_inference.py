@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from core_models import in_fp32
 
 import zerojax
 from zerojax.errors import ConfigurationError
@@ -26,7 +27,7 @@ def logits(model: GPT, batch: Any) -> jax.Array:
 def create(
     tx: Any, mesh: tuple[int, int], lora: Any = None, seed: int = 0, **zero: Any
 ) -> zerojax.TrainState:
-    options = zerojax.ZeroConfig(**{"compute_dtype": "float32", **zero})
+    options = in_fp32(**zero)
     return zerojax.TrainState.create(
         lambda rngs: GPT(MODEL, rngs=rngs),
         tx,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from core_models import CASES, Case, Normed, NormedModel, regression_batch, squared_error
+from core_models import CASES, Case, Normed, NormedModel, in_fp32, regression_batch, squared_error
 from plain_loop import distance
 
 import zerojax
@@ -19,7 +19,7 @@ def create(
     tx: Any, *, nodes: int = 2, local: int = 1, name: str = "nnx", lora: Any = None, **zero: Any
 ) -> Any:
     case = CASES[name]
-    settings = zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": case.units, **zero})
+    settings = in_fp32(**{"units": case.units} | zero)
     mesh = zerojax.make_mesh(nodes, local)
     return zerojax.TrainState.create(case.model, tx, case.loss, mesh=mesh, zero=settings, lora=lora)
 

@@ -80,8 +80,8 @@ def test_equals_diloco(plain, nodes, local, name):
         options = options | {"error_feedback": False}
     state = create(plain, inner(), nodes, local, **options)
     rounds = in_int4(64, 32) if name == "int4" and nodes > 1 else None
-    change = in_int4(64, 0) if rounds else None
-    reference = DiLoCo(plain, inner(), state, **({"learnt": rounds, "change": change} if rounds else {}))
+    given: dict[str, Any] = {"learnt": rounds, "change": in_int4(64, 0)} if rounds else {}
+    reference = DiLoCo(plain, inner(), state, **given)
     told, wanted = [], []
     for batch in CASE.batches(48, STEPS):
         wanted.append(reference.step(batch))

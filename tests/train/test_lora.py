@@ -2,13 +2,14 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import CASES, WIDTH
+from core_models import CASES, WIDTH, in_fp32
 from flax import linen, nnx, traverse_util
 from plain_loop import by_path, distance, plain_model
 
@@ -23,9 +24,9 @@ LORA = LoRA(rank=3, alpha=6.0, targets=("*kernel",))
 def create(name: str, nodes: int, local: int, lora=LORA, seed: int = 0, base=None, **zero):
     case = CASES[name]
     mesh = zerojax.make_mesh(nodes, local, devices=jax.devices()[: nodes * local])
-    options = {"compute_dtype": "float32", "units": case.units, "frozen": ("*",), **zero}
+    options: dict[str, Any] = {"units": case.units, "frozen": ("*",), **zero}
     return zerojax.TrainState.create(
-        case.model, optax.sgd(0.1), case.loss, mesh=mesh, zero=zerojax.ZeroConfig(**options),
+        case.model, optax.sgd(0.1), case.loss, mesh=mesh, zero=in_fp32(**options),
         lora=lora, seed=seed, base=base, sample_batch=case.batches(24, 1)[0] if case.linen else None,
     )  # fmt: skip
 
@@ -136,9 +137,9 @@ def test_several_adapters_share_one_base():
         second, _ = zerojax.train_step(second, batch)
     one, other = (zerojax.eval_step(state, batches[0])["loss"] for state in (first, second))
     assert one != other
-    for mesh, options in [((1, 1), {}), ((2, 4), {"frozen_spread": "world"})]:
+    for mesh, spread in [((1, 1), "node"), ((2, 4), "world")]:
         with pytest.raises(ZeroError, match=r"does not freeze .* in the same way"):
-            create("stack", *mesh, base=first, **options)
+            create("stack", *mesh, base=first, frozen_spread=spread)
 
 
 def test_dropout_is_for_training_alone_and_reproducible():
@@ -241,8 +242,9 @@ def test_a_decoder_s_fused_and_reshaped_weights_get_adapters():
     ],
 )
 def test_what_cannot_be_is_refused_in_words(lora, options, words):
+    given: dict[str, Any] = {"targets": ("*kernel",), **lora}
     with pytest.raises(ZeroError, match=words):
-        create("stack", 1, 1, lora=LoRA(**{"targets": ("*kernel",), **lora}), **options)
+        create("stack", 1, 1, lora=LoRA(**given), **options)
 
 
 @pytest.mark.parametrize("field", [{"rank": 0}, {"alpha": -1.0}, {"dropout": 1.0}, {"targets": ()}])

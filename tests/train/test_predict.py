@@ -22,10 +22,10 @@ def outputs(model: GPT, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def create(lora: LoRA | None = None, **zero) -> zerojax.TrainState:
-    frozen = {"frozen": ("*",)} if lora else {}
+    frozen = ("*",) if lora else ()
     return zerojax.TrainState.create(
         CASE.model, optax.sgd(0.5), CASE.loss, mesh=zerojax.make_mesh(2, 2, devices=jax.devices()[:4]),
-        zero=zerojax.ZeroConfig(compute_dtype="float32", **frozen, **zero), lora=lora,
+        zero=zerojax.ZeroConfig(compute_dtype="float32", frozen=frozen, **zero), lora=lora,
     )  # fmt: skip
 
 

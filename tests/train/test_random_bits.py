@@ -70,7 +70,7 @@ def test_micro_batches_are_rounded_with_bits_of_their_own():
 )
 def test_steps_are_rounded_with_bits_of_their_own(units, options):
     """Wherever gradients are encoded; test_quantized_step.py has those of units."""
-    zero = {"grads": ("int4", "int4"), "rounding": "stochastic", "block_size": 64, **options}
+    zero: dict[str, Any] = {"grads": ("int4", "int4"), "rounding": "stochastic", "block_size": 64, **options}
     state = slope_case(SIZE).create(optax.sgd(0.0), nodes=2, local=1, units=units, **zero)
     slope = np.random.default_rng(0).standard_normal((2, SIZE)).astype(np.float32)
     found = [

@@ -22,7 +22,7 @@ from zerojax.train.replica import replica_bytes
 from zerojax.zero_config.config import Preset
 
 ADAM = optax.adam(0.1)  # one for all, which is checked once with each model
-CHOICES = {
+CHOICES: dict[str, dict[str, Any]] = {
     "zero3": {},
     "zero++": {"preset": "zero++"},
     "delta": {"preset": "delta"},
@@ -56,7 +56,7 @@ def axes(state: zerojax.TrainState, batch: dict[str, np.ndarray]) -> set[str]:
     return set(axes_used(jax.make_jaxpr(predict)(state, batch).jaxpr))
 
 
-STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
+STEPS: dict[str, dict[str, Any]] = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
     "delta, one micro-batch": {"preset": "delta"},
     "delta, breadth": {"preset": "delta", "accumulate": 2, "accumulate_order": "breadth"},
     "delta, fp8": {"preset": "delta", "matmul_dtype": "fp8"},

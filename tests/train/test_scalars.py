@@ -27,7 +27,7 @@ def with_weight(batch: Any, weight: Any, count: Any) -> Any:
     return {**batch, "weight": weight, "more": {"count": count}}
 
 
-AS = {
+AS: dict[str, tuple[Any, Any]] = {
     "Python": (float, int),
     "numpy": (np.float32, np.asarray),  # a scalar and an array of no dimension
     "JAX": (jnp.asarray, jnp.asarray),

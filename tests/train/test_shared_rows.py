@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "d_model": 16, "heads
 LLAMA = SMALL | {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "init_std": 0.3}
 TILES = {"token_tile": 5}
 """The plain loop computes nothing again, and so has none."""
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": SMALL | {"heads": 3, "d_model": 12, "scan": False, "init_std": 0.3} | TILES,
     "llama": LLAMA | {"kv_heads": 2},
     # Over four devices heads of zeros fill up each of two groups, and the whole of three.
@@ -219,7 +219,8 @@ def test_a_model_that_calls_the_attention(linen_model):
 
 def small(devices: int, *, lora: Any = None, tx: Any = None, **zero: Any) -> zerojax.TrainState:
     """A state of one layer of the second family on two nodes of two devices."""
-    config = GPTConfig(**(FAMILIES["llama"] | TILES | {"layers": 1}))
+    options: dict[str, Any] = FAMILIES["llama"] | TILES | {"layers": 1}
+    config = GPTConfig(**options)
     return zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs),
         tx or momentum(),

@@ -38,7 +38,7 @@ def test_it_trains_like_optax_on_whole_weights(
     nodes, local = mesh
     batches, plain = CASES[name].batches(ROWS, 4), plain_model(name)
     losses, wanted = plain_loop(plain, optax.adamw(1e-2), batches)
-    given = {"nodes": nodes, "local": local, "state_spread": "node", **options}
+    given: dict[str, Any] = {"nodes": nodes, "local": local, "state_spread": "node", **options}
     state = CASES[name].start(optax.adamw(1e-2), plain.weights, **given)
     assert all(leaf.in_every_node == (nodes > 1) for leaf in state.spec.leaves)
     found = []

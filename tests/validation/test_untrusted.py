@@ -55,7 +55,7 @@ def fuzz(files: Callable[[int], bytes], path: Path, read: Callable[[Path], Any],
 
 def test_config_toml(tmp_path: Path):
     damage = Damage(0)
-    mixture = [{"source": "a", "weight": 0.5, "column": "c"}, {"source": "b"}]
+    mixture: list[dict[str, Any]] = [{"source": "a", "weight": 0.5, "column": "c"}, {"source": "b"}]
     values = config_to_dict(RunConfig()) | {
         "zero": {"preset": "zero++", "grads": ["int8", "int4"], "remat": "full"}
     }

@@ -170,10 +170,10 @@ def cudnn_assumed() -> Generator[None]:
         yield
 
 
-def _with_workspace(custom_call: Callable[..., ir.Operation]) -> Callable[..., ir.Operation]:
+def _with_workspace(custom_call: Callable[..., ir.OpView]) -> Callable[..., ir.OpView]:
     """``mlir.custom_call``, but cuDNN's backward attention gets a workspace as its last result."""
 
-    def call(name: str, *, result_types: Sequence[ir.Type], **kwargs: object) -> ir.Operation:
+    def call(name: str, *, result_types: Sequence[ir.Type], **kwargs: object) -> ir.OpView:
         if name.endswith("Backward"):
             (rows, heads, tokens, width), (_, shared, *_) = (
                 ir.RankedTensorType(t).shape for t in result_types[:2]

@@ -102,7 +102,7 @@ def _devices() -> Rows:
 def _kernels() -> Rows:
     lacking = flash_attention.missing()
     packed = "FlashAttention-4" if lacking is None else f"with a mask: FlashAttention-4 needs {lacking}"
-    return [*((str(k), str(v)) for k, v in backend_report().items()), ("packed documents", packed)]
+    return [*backend_report().items(), ("packed documents", packed)]
 
 
 def _network(settings: MeshSection) -> Rows:

@@ -1,7 +1,9 @@
 """Parsing of a command's options."""
 
 import dataclasses
+import functools
 import io
+import operator
 import sys
 import types
 import typing
@@ -9,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast
 
 import tyro
 from tyro.constructors import (
@@ -85,7 +87,7 @@ def _may_be_unset(
     kinds = typing.get_args(info.type)
     if info.type_origin not in (typing.Union, types.UnionType) or types.NoneType not in kinds:
         return None
-    kind: Any = typing.Union[tuple(one for one in kinds if one is not types.NoneType)]  # noqa: UP007
+    kind: Any = functools.reduce(operator.or_, (one for one in kinds if one is not types.NoneType))
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
     if isinstance(spec, UnsupportedTypeAnnotationError):
         return spec
@@ -113,7 +115,7 @@ def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType
             kind = key.kind | None if key.optional else key.kind
             hint = f"(default: {_in_words(default)})" if shown else ""
             options[key.name] = Annotated[kind, tyro.conf.arg(help=key.meaning, help_behavior_hint=hint)]
-    make: Any = TypedDict  # type checkers know no keys that are computed
+    make = cast(Callable[..., type], TypedDict)  # type checkers know no keys that are computed
     made = make(section.__name__, options, total=False)
     made.__doc__, _ = documentation(section)
     return made

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerojax.analysis.gpus import MATMUL_EFFICIENCY, find_gpu
 from zerojax.analysis.link_report import LinkReport
@@ -169,7 +170,9 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
         "memory": (options.memory_gb, 1e9),
         "memory_rate": (options.memory_bandwidth, 1e9),
     }
-    corrected = {field: value * unit for field, (value, unit) in scales.items() if value is not None}
+    corrected: dict[str, Any] = {
+        field: value * unit for field, (value, unit) in scales.items() if value is not None
+    }
     if options.bandwidth and options.links:
         raise ConfigurationError(
             "--bandwidth and --links exclude each other, because --links has measured rates: leave one out"

@@ -135,7 +135,7 @@ class LinenExperts(linen.Module):
             router,
             own,
             router_bias=router_bias,
-            choice_bias=bias and bias.value,
+            choice_bias=None if bias is None else bias.value,
             shared=shared,
             around=around,
         )

@@ -78,7 +78,7 @@ class Mixture:
     capacity: float
     latent: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("width", "hidden", "experts"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigurationError(f"Experts: {name}={value} must be at least 1")

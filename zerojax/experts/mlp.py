@@ -175,7 +175,8 @@ def _round_backward(
         return *gradients(rows, weight, own, sizes), of_bias
 
     found = [first(arrived, *one) for arrived, one in zip(of_first, own.first, strict=True)]
-    (_, gate, gate_bias), (_, up, up_bias) = [(None, None, None), *found][-2:]
+    _, gate, gate_bias = found[0] if len(found) > 1 else (None, None, None)
+    _, up, up_bias = found[-1]
     of_experts = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
     return tuple(x for x, *_ in found), of_assignments(of_weights + by_bias, window), of_experts
 

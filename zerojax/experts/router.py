@@ -46,7 +46,7 @@ class RouterConfig:
     groups_per_token: int = 1
     group_best: int = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.score not in get_args(Score):
             raise ConfigurationError(
                 f"RouterConfig: score={self.score!r} must be one of {', '.join(get_args(Score))}"

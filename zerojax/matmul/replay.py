@@ -99,7 +99,7 @@ def at_matmuls[**P, T: PyTree[Array]](
     return run
 
 
-def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
+def _results(equation: core.JaxprEqn, given: Sequence[Value]) -> Sequence[Value]:
     """Evaluate one equation, whose operands may be weights."""
     primitive = equation.primitive
     params = equation.params
@@ -134,7 +134,7 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         return evaluate(program, given, _results)
     refused = [weight for weight in weights if not isinstance(weight, LayerOperand)]
     if len(refused) < len(weights):
-        return _results(equation, [*_as_arrays(given)])
+        return _results(equation, _as_arrays(given))
     where = source_info_util.summarize(equation.source_info)
     raise ConfigurationError(_read_elsewhere(refused[0], f"is read by {primitive.name} at {where}"))
 

@@ -224,7 +224,7 @@ def _check_features(c: "GPTConfig") -> None:
         'branches = "parallel_one_norm" has one norm before both branches: set pre_norms = true',
     )
     if c.mlp_layers is not None:
-        _check_one_branch(c)
+        _check_one_branch(c, c.mlp_layers)
     for name in ("layer_inputs", "kv_shared_layers"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
     first = c.layers - c.kv_shared_layers
@@ -244,11 +244,11 @@ def _check_features(c: "GPTConfig") -> None:
         require(len(layers) > 0, "sliding_window_layers = []: name a layer, or leave it out")
 
 
-def _check_one_branch(c: "GPTConfig") -> None:
+def _check_one_branch(c: "GPTConfig", with_mlp: tuple[int, ...]) -> None:
     _check_layers(c, "mlp_layers")
     require(c.branches == "sequential", f"branches = {c.branches!r} needs two branches: leave mlp_layers out")
     for name, needed in (("recurrent_layers", False), ("dense_layers", True)):
-        wrong = [number for number in getattr(c, name) if (number in c.mlp_layers) != needed]
+        wrong = [number for number in getattr(c, name) if (number in with_mlp) != needed]
         require(
             not wrong,
             f"{name} and mlp_layers {'lack' if needed else 'share'} layer {wrong[:1]}: each layer has one "

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ ATTENTION_NAME = "attention"
 
 PACKAGE = "fa4-jax"
 
-_BACKEND = "cute"
+_BACKEND: Literal["cute", "reference"] = "cute"
 """fa4-jax's kernels; its "reference" is plain JAX."""
 
 Sinks = Float[Array, " heads"]

@@ -107,7 +107,7 @@ class LayerUpdate:
 
 def has_cotangent(dtype: jnp.dtype) -> bool:
     """Whether an array of the dtype can be in a sink after ``as_floats``."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) or dtype in _BYTES
+    return jnp.issubdtype(dtype, jnp.floating) or dtype in _BYTES
 
 
 def as_floats(x: Num[Array, "..."]) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from zerojax.errors import ConfigurationError
 
 _LIBRARIES = (
-    *(str(Path(str(module.__file__)).parent) + os.sep for module in (jax, flax)),
+    *(folder + os.sep for folder in (*jax.__path__, *flax.__path__)),
     str(Path(__file__).parents[1]) + os.sep,
     sysconfig.get_path("stdlib") + os.sep + "contextlib",
     sysconfig.get_path("stdlib") + os.sep + "functools",

@@ -267,12 +267,17 @@ def to_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
 
     An array on the host stays there, as a copy.
     """
-    return _padded(x.reshape(leaf.layers, leaf.parts, -1), leaf).reshape(leaf.stored_shape)
+    return _reshaped(_padded(_reshaped(x, leaf.layers, leaf.parts, -1), leaf), *leaf.stored_shape)
 
 
 def from_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
     """Undo ``to_stored``."""
-    return _unpadded(x.reshape(leaf.layers, leaf.parts, -1), leaf).reshape(leaf.unsharded_shape)
+    return _reshaped(_unpadded(_reshaped(x, leaf.layers, leaf.parts, -1), leaf), *leaf.unsharded_shape)
+
+
+def _reshaped[A: (Array, np.ndarray)](x: A, *shape: int) -> A:
+    """Another shape of the same kind of array, which type checkers do not conclude from the method."""
+    return cast(Callable[..., A], x.reshape)(*shape)
 
 
 def _padded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:

@@ -67,8 +67,9 @@ def updated_by_layers(
     """
     optimizer = spec.layerwise
     assert optimizer is not None
+    paths = optimizer.moments
     state, masters, gradients = places(before.opt_state), from_tree(before.params), from_tree(sums)
-    counters = {place: x for place, x in state.items() if place not in optimizer.moments}
+    counters = {place: x for place, x in state.items() if place not in paths}
     with jax.named_scope("optimizer"):
         reduced = optimizer.reduce(jax.tree.map(lambda x: x / tokens, sums), counters)
         others = {place: jnp.where(ok, x, counters[place]) for place, x in reduced.others.items()}
@@ -93,9 +94,7 @@ def updated_by_layers(
     def stored_of(group: ParamGroup) -> _Stored:
         mine = [leaf.path for leaf in group.leaves]  # in order: every process traces the same program
         stored: _Stored = {("params", *path): masters[path] for path in mine}
-        return stored | {
-            ("state", place): state[place] for place, path in optimizer.moments.items() if path in mine
-        }
+        return stored | {("state", place): state[place] for place, path in paths.items() if path in mine}
 
     stored, fresh = _over_groups(spec, stored_of, updated, begin=ok, skip=spec.updated_in_backward)
     weights = {place[1:]: x for place, x in stored.items() if place[0] == "params"}

@@ -1,6 +1,5 @@
 """Memory that arrays take on a device and on its host, and how much a train state leaves free."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -155,12 +154,12 @@ def reserve_host_memory(
 
     # Compiled, it only allocates: nothing is copied, and no device needs room. By jit's sharding alone each
     # device would make the pieces of all in its own memory, and copy its own.
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(), out_specs=PartitionSpec("gpu"))
     def pieces() -> Array:
         return lax.pcast(to_host(lax.empty((piece,), jnp.uint8)), "gpu", to="varying")
 
+    mapped = jax.shard_map(pieces, mesh=mesh, in_specs=(), out_specs=PartitionSpec("gpu"))
     try:
-        jax.block_until_ready(jax.jit(pieces, out_shardings=there)())
+        jax.block_until_ready(jax.jit(mapped, out_shardings=there)())
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
             f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of "

@@ -295,7 +295,8 @@ def _compiled_step(spec: TrainSpec) -> jax.stages.Wrapped:
             _warn_without_fp8(spec.mesh.devices.flat[0])
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
-        state = TrainState(**{**shardings_of(fields), "frozen": {}}, spec=spec)
+        places: dict[str, Any] = shardings_of(fields) | {"frozen": {}}
+        state = TrainState(**places, spec=spec)
         return jax.jit(
             _train,
             donate_argnums=0,

@@ -123,7 +123,8 @@ class ZeroConfig(LocalUpdates, Memory, Schedule, Wire, Sharding):
         """
         if name not in PRESETS:
             raise ConfigurationError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}.")
-        return cls(**{**PRESETS[name], "base": name, **overrides})
+        options: dict[str, Any] = {**PRESETS[name], "base": name, **overrides}
+        return cls(**options)
 
     def __repr__(self) -> str:
         """The call of ``preset`` that makes an equal one; classes by their names."""

@@ -37,7 +37,7 @@ FORMULA = {
     # A node's weights, moments and gradients, what it knows and what encoding lost; outer weights, momentum.
     "local": 24 / LOCAL + 8 / D,
 }
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
@@ -62,7 +62,7 @@ def compiled_step(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, jax.sta
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMULA)
 def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
-    state, compiled = compiled_step(zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)}))
+    state, compiled = compiled_step(zerojax.ZeroConfig.preset(**_named(name)))
     plan = plan_state(state)
     taken = hlo.memory(compiled).peak
     # In use and on their way: more of them where the backward pass, too, has them from other nodes. Raw
@@ -90,7 +90,7 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
 @pytest.mark.parametrize(("name", "spread"), [("stage 3", "node"), ("delta", "node"), ("stage 3", "world")])
 def test_compiled_memory_with_muon_is_as_planned(name, spread):
     """The peak is in the update, with the matrices of every node or of the world."""
-    zero = zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)}, matrix_spread=spread)
+    zero = zerojax.ZeroConfig.preset(**_named(name), matrix_spread=spread)
     state, compiled = compiled_gpt(CONFIG, zero, NODES, LOCAL, tx=zerojax.scale_by_muon())
     plan = plan_state(state)
     assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.10)
@@ -140,7 +140,7 @@ def test_compiled_memory_with_activations_in_host_memory(remat):
 
 @pytest.mark.slow
 def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
-    delta = SETTINGS["delta"] | {"matmul_dtype": "fp8"}
+    delta: dict[str, Any] = SETTINGS["delta"] | {"matmul_dtype": "fp8"}
     state, compiled = compiled_step(zerojax.ZeroConfig.preset(delta.pop("preset"), **delta))
     plan = plan_state(state)
     copies = sum(leaf.count for leaf in state.spec.leaves if leaf.fp8) / LOCAL
@@ -352,7 +352,7 @@ def test_compiled_memory_of_adapters_on_one_device(vocabulary: int):
     assert trained.loss - work.loss == trained.tables == sums
 
 
-def _named(name: str) -> dict:
+def _named(name: str) -> dict[str, Any]:
     settings = dict(SETTINGS[name])
     return {"name": settings.pop("preset", "zero3"), **settings}
 

@@ -338,9 +338,12 @@ def test_a_rate_that_tcp_does_not_reach_is_remarked_upon(spec):
 
 
 def test_figures_that_cannot_be_are_refused():
-    for field, rate in (("local_bandwidth", -1.0), ("local_bandwidth", 0.0), ("host_bandwidth", 0.0)):
+    refused: list[dict[str, Any]] = [
+        {"local_bandwidth": -1.0}, {"local_bandwidth": 0.0}, {"host_bandwidth": 0.0}
+    ]  # fmt: skip
+    for changes in refused:
         with pytest.raises(ZeroError, match="above 0"):
-            dataclasses.replace(Cluster(1, 1, GPUS["h100"], 0), **{field: rate})
+            dataclasses.replace(Cluster(1, 1, GPUS["h100"], 0), **changes)
     with pytest.raises(ZeroError, match="at least 1 node"):
         Cluster(0, 8, GPUS["h100"], SLOW)
 

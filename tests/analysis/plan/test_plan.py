@@ -15,7 +15,7 @@ from zerojax.analysis.plan import describe_plan, plan_state
 from zerojax.zero_config.config import Preset
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "zero3": {},
     "qwZ": {"weights": "int8"},
     "hpZ": {"hpz": True},
@@ -38,7 +38,7 @@ SETTINGS = {
     "updated in the backward pass": {"preset": "zero++", "host": ("optimizer",), "update_in_backward": True},
 }
 
-IN_FP8 = {
+IN_FP8: dict[str, dict[str, Any]] = {
     "zero3": {},
     "zero++": {"preset": "zero++"},
     "delta": {"preset": "delta"},
@@ -47,7 +47,7 @@ IN_FP8 = {
     "qwZ in int4": {"weights": "int4", "hpz": True},
     "zero++ in breadth": {"preset": "zero++", "accumulate": 2, "accumulate_order": "breadth"},
 }
-WITH_MUON = {
+WITH_MUON: dict[str, dict[str, Any]] = {
     "zero3": {},
     "zero++ with accumulation": {"preset": "zero++", "accumulate": 2},
     "delta": {"preset": "delta"},
@@ -137,7 +137,7 @@ def test_they_agree_where_matmuls_are_in_fp8(kind, name):
     assert (scales.primitive, scales.dtype, scales.elements, scales.count) == ("pmax", "float32", 6, 1)
 
 
-LOCAL_UPDATES = {
+LOCAL_UPDATES: dict[str, dict[str, Any]] = {
     "local": {},
     "at the end": {"every": 3, "outer_delay": 0, "grads": ("int8", "int4")},
     "a step later": {"every": 5, "outer_delay": 1, "stage": 1, "accumulate": 2},

@@ -34,7 +34,7 @@ KEYS = {"recurrent_key_heads": 2, "recurrent_key_width": 6, "recurrent_width": 4
     ],
 )
 def test_bytes_of_recurrent_layers_and_attention(more: dict[str, Any], remat: Any):
-    settings = {"recurrent_layers": (0, 1), "biases": False} | more
+    settings: dict[str, Any] = {"recurrent_layers": (0, 1), "biases": False} | more
     config = GPTConfig(vocab_size=64, layers=3, d_model=16, heads=4, max_seq_len=16, **settings)
     zero = zerojax.ZeroConfig(sequence_parallel=4, remat=remat)
     mesh = zerojax.make_mesh(1, 4)

@@ -1,7 +1,7 @@
 """Tensors on a device follow a job exactly, and change only when a version is complete. Needs PyTorch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ class Job:
             self.engine.apply("1", full(piece, number, 0))
 
     @contextmanager
-    def paused(self, version: int) -> Iterator[None]:
+    def paused(self, version: int) -> Generator[None]:
         self.pauses += 1
         assert version > self.engine.version
         yield

@@ -321,7 +321,7 @@ def test_a_request_tells_the_engine_its_folder(tmp_path):
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        def log_message(self, format: str, *_: object):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:

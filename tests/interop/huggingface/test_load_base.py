@@ -29,9 +29,8 @@ def created(model: GPTConfig, mesh: tuple[int, int], how: str = "abstract", **op
     lora, base = options.pop("lora", None), {}
     if "base" in options:
         base = {"base": options.pop("base")}
-    zero = zerojax.ZeroConfig(**{"frozen": ("*",) if lora else ("*kernel", "*embed*"), **options}).replace(
-        units=units_of(model)
-    )
+    options.setdefault("frozen", ("*",) if lora else ("*kernel", "*embed*"))
+    zero = zerojax.ZeroConfig(**options).replace(units=units_of(model))
     return getattr(TrainState, how)(
         lambda rngs: GPT(model, rngs=rngs),
         optax.sgd(0.1),

@@ -135,7 +135,9 @@ def test_experts_are_refused():
 @pytest.mark.parametrize("name", ["glm4", "phi3-longrope"])
 def test_layers_that_share_a_tensor_are_quantized_into_it(name: str, along: Direction, tmp_path: Path):
     model = ModelFolder.open(FIXTURES / "families" / name).model
-    wide = {"layers": 1, "d_model": 64, "ffn": 64, "heads": 2, "kv_heads": 1, "head_width": 64}
+    wide: dict[str, Any] = {
+        "layers": 1, "d_model": 64, "ffn": 64, "heads": 2, "kv_heads": 1, "head_width": 64
+    }  # fmt: skip
     if model.rope_scaling == "longrope":
         wide |= dict.fromkeys(("rope_short_factors", "rope_long_factors"), (1.5,) * 24)
     config, folder = run_config(replace(model, **wide)), RunFolder(tmp_path / "no-run")

@@ -160,7 +160,8 @@ def test_a_model_that_no_family_has_is_refused():
     like_llama: Any = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False}
     gemma = like_llama | {"mlp": "geglu", "norm_offset": 1.0, "d_model": 768, "embedding_scale": 768**0.5}
     olmo: Any = {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True}
-    for field, value in {"post_norms": True, "logit_softcap": 3.0}.items():
+    more: dict[str, Any] = {"post_norms": True, "logit_softcap": 3.0}
+    for field, value in more.items():
         with pytest.raises(ZeroError, match=f"model.{field} = {value}, but LLaMA has"):
             describe_model(GPTConfig(**like_llama, **{field: value}))
     with pytest.raises(ZeroError, match=r"model\.query_scalar = 2\.5, but Gemma has whole numbers"):

@@ -52,7 +52,7 @@ def complete(pool: EnginePool, stopping: Callable[[], bool] = lambda: False) -> 
 
 
 def tokens(found: list[Completion | None]) -> list[list[int] | None]:
-    return [one and one.tokens for one in found]
+    return [None if one is None else one.tokens for one in found]
 
 
 def test_both_engines_complete_with_the_weights(two: list[HTTPEngine]) -> None:

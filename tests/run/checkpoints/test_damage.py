@@ -5,7 +5,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: P
 
 
 @contextmanager
-def no_pickles() -> Iterator[list[str]]:
+def no_pickles() -> Generator[list[str]]:
     """Record what pickle would import within the context; an audit hook cannot be removed."""
     found, active = [], True
 

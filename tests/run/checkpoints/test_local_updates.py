@@ -40,7 +40,7 @@ def loss(model: Model, batch: jax.Array) -> jax.Array:
 
 def make(nodes: int, local: int, *, filled: bool = False, tx: Any = AVERAGED, **zero: Any) -> Any:
     create = zerojax.TrainState.create if filled else zerojax.TrainState.abstract
-    settings = zerojax.ZeroConfig.preset(**{"name": "zero3", "compute_dtype": "float32", **zero})
+    settings = zerojax.ZeroConfig.preset(zero.pop("name", "zero3"), compute_dtype="float32", **zero)
     spikes = zerojax.SpikeRule(9.0, 4)
     return create(Model, tx, loss, mesh=zerojax.make_mesh(nodes, local), zero=settings, spikes=spikes)
 

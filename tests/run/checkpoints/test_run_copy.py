@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from micro_run import losses, micro_config, train
@@ -47,7 +48,7 @@ def copy_of(folder: Path) -> RunCopy:
 
 def choose(folder: Path) -> int | None:
     manifest, _ = selection.choose(folder / "checkpoints", copy=copy_of(folder))
-    return manifest and manifest.step
+    return None if manifest is None else manifest.step
 
 
 def test_a_start_on_another_disk_takes_the_newest_complete_checkpoint(bucket: Bucket, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_other_errors_of_the_copying_thread_end_the_run(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier = Copier(copy_of(tmp_path), Retention(), print)
-    monkeypatch.setattr(copier.copy, "push", lambda *_: 1 // 0)
+    monkeypatch.setattr(copier.copy, "push", mock.Mock(side_effect=ZeroDivisionError))
     copier.start(2)
     with pytest.raises(ZeroDivisionError):
         copier.close()

@@ -7,7 +7,7 @@ import pytest
 from zerojax.run.checkpoints import Beside, Manifest, Record, Retention, TrainingClock
 
 # Step -> (hours of training, validation loss or None).
-RUN = {
+RUN: dict[int, tuple[int, float | None]] = {
     100: (1, 5.0),
     200: (2, 3.0),
     300: (3, None),

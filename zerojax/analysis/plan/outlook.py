@@ -359,7 +359,7 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
         if "every" in preset and cluster.nodes == 1:
             continue
         chosen = {**preset, "update_in_backward": own.update_in_backward}
-        ways = {name: chosen}
+        ways: dict[str, dict[str, Any]] = {name: chosen}
         if own.accumulate > 1:
             ways[name + IN_BREADTH] = {**chosen, "accumulate_order": "breadth"}
         for way, options in ways.items():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,7 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield f"one device per node: no hop over local{_without_effect({'grads[0]': zero.grads[0]})}"
 
 
-def _without_effect(named: dict[str, str | None]) -> str:
+def _without_effect(named: Mapping[str, str | None]) -> str:
     """A remark that these settings have no effect; "" if all are None."""
     idle = [f"{name}={value!r}" for name, value in named.items() if value is not None]
     return f"; {', '.join(idle)} without effect" if idle else ""

@@ -44,7 +44,8 @@ class Blocks:
         """The blocks of one layer, whose columns are in these tensors."""
         outputs, inputs = how.block_shape
         firsts = {x for t in tensors for x in range(t.columns.start, t.columns.stop, outputs)}
-        return Blocks(tensors[0].weight, inputs, tuple(sorted(firsts)))  # pyright: ignore[reportArgumentType]
+        rows, columns = tensors[0].weight
+        return Blocks((rows, columns), inputs, tuple(sorted(firsts)))
 
     @property
     def rows(self) -> int:

@@ -95,7 +95,8 @@ _QWEN3_5 = (
     unused("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     unused("output_gate_type", "mamba_ssm_dtype"),  # not read by transformers
 )
-QWEN3_5 = like_llama(*_QWEN3_5, **{**_QWEN, "kv_heads": 4})
+_QWEN3_5_DENSE: dict[str, Any] = _QWEN | {"kv_heads": 4}
+QWEN3_5 = like_llama(*_QWEN3_5, **_QWEN3_5_DENSE)
 QWEN3_5_MOE = like_llama(
     *SHARED_MIXTURE,
     *_QWEN3_5,

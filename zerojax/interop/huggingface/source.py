@@ -84,5 +84,7 @@ def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:
 
     With ``wanted.outputs`` it gets a new head with that many rows.
     """
-    head = {} if wanted.outputs is None else {"outputs": wanted.outputs, "tied": False}
-    return replace(source, **{name: getattr(wanted, name) for name in FREE}, **head)
+    changes = {name: getattr(wanted, name) for name in FREE}
+    if wanted.outputs is not None:
+        changes |= {"outputs": wanted.outputs, "tied": False}
+    return replace(source, **changes)

@@ -138,10 +138,10 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     """
     _check_base(state, tree)
     entries = entries_of(state)
-    saved: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    if not all(name in saved for name in entries if name.startswith("secondary/")):
+    names = traverse_util.flatten_dict(tree, sep="/")
+    if not all(name in names for name in entries if name.startswith("secondary/")):
         tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # in other wire formats
-        saved = traverse_util.flatten_dict(tree, sep="/")
+    saved: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
     lacking = sorted(n for n in entries if n not in saved and not n.startswith(reinitialised))
     if lacking:

@@ -106,7 +106,8 @@ def arms(kind: Any) -> tuple[Any, ...]:
 def _written(kind: Any) -> Any:
     """The type of a field's value as TOML can write it: None, dtypes and classes are left out of a union."""
     if typing.get_origin(kind) is tuple:
-        return tuple[*(one if one is ... else _written(one) for one in typing.get_args(kind))]
+        rows = (one if one is ... else _written(one) for one in typing.get_args(kind))
+        return types.GenericAlias(tuple, tuple(rows))
     held = [
         one for one in arms(kind) if one not in (type(None), np.dtype) and typing.get_origin(one) is not type
     ]

@@ -49,7 +49,7 @@ def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConf
                 if section is not None and name != "zero"
             }
             frozen = _frozen_by_default(found["lora"], found["model"].outputs)
-            zero = {"preset": ZeroConfig.base, "frozen": frozen} | tables.get("zero", {})
+            zero: dict[str, Any] = {"preset": ZeroConfig.base, "frozen": frozen} | tables.get("zero", {})
             return RunConfig(**found, zero=ZeroConfig.preset(zero.pop("preset"), **zero))
     except (ValueError, TypeError) as error:
         raise ConfigError(_labelled(origin, printable(str(error)))) from error
@@ -118,7 +118,8 @@ def _section(section: "Section", table: Mapping[str, Any]) -> Any:
     if issubclass(section, LoRA):
         rank = table.get("rank", 0)
         require(rank >= 0, f"lora.rank = {rank} must be 0 (no adapters) or more")
-        lora = LoRA(**{**table, "rank": max(rank, 1)})  # validates the other keys even if the rank is 0
+        given: dict[str, Any] = {**table, "rank": max(rank, 1)}
+        lora = LoRA(**given)  # validates the other keys even if the rank is 0
         return lora if rank else None
     own: dict[str, Any] = {}
     for key in keys_of(section):

@@ -68,10 +68,11 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 )
 # Jinja's own filter would escape HTML.
 ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-ENVIRONMENT.globals |= {
+_FUNCTIONS: dict[str, Any] = {
     "raise_exception": raise_exception,
     "strftime_now": lambda format: datetime.now().strftime(format),  # templates pass "format"
 }
+ENVIRONMENT.globals |= _FUNCTIONS
 compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 
 
