@@ -5,7 +5,6 @@ They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=Fals
 """
 
 # jnp.asarray has no complete type.
-# pyright: reportUnknownMemberType=false
 
 import jax
 import jax.numpy as jnp

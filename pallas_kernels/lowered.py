@@ -51,7 +51,7 @@ def keep_lowered(store: Store | None) -> None:
         ModuleNotFoundError: the package flatbuffers is missing.
     """
     global _store
-    import flatbuffers  # noqa: F401  # pyright: ignore  # JAX needs it to read and write
+    import flatbuffers  # noqa: F401  # JAX needs it to read and write
 
     _store = store
     _known.clear()

@@ -57,7 +57,6 @@ everywhere.
 """
 
 # jnp.arange and jnp.take have no complete types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from typing import Any
 

@@ -67,7 +67,6 @@ References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order 
 """
 
 # jnp.arange and lax.fori_loop have no complete types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import jax
 import jax.numpy as jnp

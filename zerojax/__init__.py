@@ -22,7 +22,7 @@ def _public() -> dict[str, tuple[str, str]]:
 
 
 _PUBLIC = _public()
-__all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_PUBLIC]  # pyrefly: ignore[unresolvable-dunder-all]
 
 
 def __getattr__(name: str) -> Any:

@@ -96,8 +96,8 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path 
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.get_file_cache = _open
-    compilation_cache.get_executable_and_time = _load
-    compiler._cache_write = _keep  # pyright: ignore[reportPrivateUsage]
+    compilation_cache.get_executable_and_time = _load  # pyrefly: ignore[bad-assignment]  (JAX passes no names)
+    compiler._cache_write = _keep
     compilation_cache.reset_cache()
     pallas_kernels.keep_lowered(Folder(str(path)))
     return path
@@ -159,7 +159,7 @@ class Folder(CacheInterface):
         self._reads, self._writes = True, _limit() > 0
         self._written = math.inf  # bytes since the folder was listed
 
-    def get(self, key: str) -> bytes | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def get(self, key: str) -> bytes | None:  # pyrefly: ignore[bad-override]
         """The program of a key; None if there is none, or if it is damaged."""
         place = self._place(key)
         try:
@@ -220,7 +220,7 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
     try:
         found = _read_program(key, options, backend, *others)
     except Exception as error:  # the runtime may refuse a program for many reasons
-        files = compilation_cache._get_cache(backend)  # pyright: ignore[reportPrivateUsage]
+        files = compilation_cache._get_cache(backend)
         if isinstance(files, Folder):
             files.drop(key, f"cannot be loaded ({error_line(error)})")
     if found[0] is None and _compiles_nothing.get():

@@ -51,7 +51,7 @@ class Terminal(io.TextIOBase):
         return getattr(stream, "rich_proxied_file", stream) if self._name == "stdout" else stream
 
     @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def encoding(self) -> str:  # pyrefly: ignore[bad-override]
         """The stream's encoding."""
         return "utf-8" if self._stream is None else self._stream.encoding
 

@@ -10,7 +10,7 @@ def _ask_ptxas_once() -> None:
 
     Each start takes 5 to 15 ms. Together they were half of the time to lower a kernel.
     """
-    library = fragmented_array.mgpu_lib  # pyright: ignore[reportPrivateImportUsage]
+    library = fragmented_array.mgpu_lib
     extension = getattr(library, "_mosaic_gpu_ext", None)
     if (ask := getattr(extension, "_get_ptxas_isa_version", None)) is not None:
         setattr(extension, "_get_ptxas_isa_version", cache(ask))  # noqa: B010  (a private name of JAX)

@@ -6,7 +6,6 @@ for matrices with sides that are multiples of 128 bytes. For all other arguments
 """
 
 # Pallas and jnp.iinfo have no complete types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Sequence
 from math import gcd

@@ -15,8 +15,6 @@ shared memory, in lines (``_views``).
 """
 
 # Pallas has no complete types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
 from dataclasses import dataclass

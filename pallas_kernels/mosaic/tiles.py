@@ -7,7 +7,6 @@ through shared memory.
 """
 
 # Pallas has no complete types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ def _layout(tiles: Any, warp_dims: Any, lane_dims: Any) -> plgpu.Layout:
         plgpu.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
     ).canonicalize()
     parts = (layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
-    return plgpu.Layout.TILED(*parts)  # pyright: ignore[reportReturnType]  (a member is callable)
+    return plgpu.Layout.TILED(*parts)  # pyrefly: ignore[bad-return]  (a member is callable)
 
 
 @dataclass(frozen=True)

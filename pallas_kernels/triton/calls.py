@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on GPU machines)
+import jax_triton
 import numpy as np
 import triton
 

@@ -50,7 +50,7 @@ def _vector_offsets(first, live, COUNT: tl.constexpr, VECTOR: tl.constexpr, INDE
 @triton.jit
 def _load_words(ptr, first, live, COUNT: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr):
     """COUNT lanes, for thread t the COUNT neighbouring numbers of TYPE from (first + t) * COUNT on."""
-    typed = ptr.to(tl.pointer_type(TYPE), bitcast=True)  # pyright: ignore[reportArgumentType]  (unwrapped)
+    typed = ptr.to(tl.pointer_type(TYPE), bitcast=True)  # pyrefly: ignore[bad-argument-type]  (unwrapped)
     VECTOR: tl.constexpr = min(COUNT, 16 * 8 // TYPE.primitive_bitwidth)
     words = ()
     for i in tl.static_range(0, COUNT // VECTOR):

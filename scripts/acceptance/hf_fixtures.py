@@ -6,7 +6,6 @@ Needs PyTorch, transformers and PEFT, which zerojax does not depend on; any Pyth
     hf/bin/python scripts/acceptance/hf_fixtures.py tests/fixtures/huggingface
 """
 
-# pyright: reportMissingImports=false
 import argparse
 import shutil
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The PyTorch side of hf_compare.py, which calls it: makes and evaluates models with transformers."""
 
-# pyright: reportMissingImports=false
 import argparse
 import json
 from pathlib import Path

@@ -153,7 +153,7 @@ class Proxy(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """One request."""
 
-    server: Proxy  # pyright: ignore[reportIncompatibleVariableOverride]  (no other server uses it)
+    server: Proxy  # pyrefly: ignore[bad-override-mutable-attribute]  (no other server uses it)
 
     def do_GET(self) -> None:
         """Pass on."""

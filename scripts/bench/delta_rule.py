@@ -13,7 +13,6 @@ only, unless --gradients asks for its backward pass, too. fla 0.6 refuses that o
 with Triton 3.4 to 3.7, which compiles it to wrong results (its issue 640). Here it runs, for its time only.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch and flash-linear-attention are not dependencies of zerojax.
 from collections.abc import Callable
 from typing import Any

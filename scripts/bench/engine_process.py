@@ -13,11 +13,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-from receiver.ends import Receiver  # pyright: ignore[reportMissingImports]
-from receiver.manifest import Manifest  # pyright: ignore[reportMissingImports]
-from receiver.on_device import DeviceReplica  # pyright: ignore[reportMissingImports]
-from receiver.patches import Patch, checksums  # pyright: ignore[reportMissingImports]
+import torch
+from receiver.ends import Receiver
+from receiver.manifest import Manifest
+from receiver.on_device import DeviceReplica
+from receiver.patches import Patch, checksums
 
 TYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -48,7 +48,7 @@ class Timed(DeviceReplica):
         self.times.setdefault("first", time.monotonic())
         super().apply(session, patch)
 
-    def _decode(self, batch: list[Patch]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _decode(self, batch: list[Patch]) -> None:
         start = time.monotonic()
         super()._decode(batch)
         self.decoding += time.monotonic() - start

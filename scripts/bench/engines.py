@@ -326,7 +326,7 @@ def _limit(rate: Rate) -> None:
             rate.wait(len(content.header()) + len(content.body))
         send(channel, content)
 
-    Channel.send = limited  # pyright: ignore[reportAttributeAccessIssue]  (for the measurement alone)
+    Channel.send = limited  # pyrefly: ignore[bad-assignment]  (for the measurement alone)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 "dynamic" is its growing cache, "static" one of fixed length, for which it compiles the model.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch is not a dependency of zerojax.
 import statistics
 

@@ -106,7 +106,7 @@ def error_of(run: Run, found: Any, arrays: Mapping[str, Array], sizes: np.ndarra
 
 def torch_runs(case: Case, sizes: np.ndarray) -> dict[str, Callable[[], Any]]:
     """The products by ``torch._grouped_mm`` and ``torch._scaled_grouped_mm``."""
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
 
     ends = torch.from_numpy(np.cumsum(sizes).astype(np.int32)).cuda()
     x, w, g = bench.torch_arrays(case)

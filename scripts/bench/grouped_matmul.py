@@ -188,7 +188,7 @@ def as_numpy(array: Array) -> np.ndarray:
 
 def torch_arrays(case: Case) -> tuple[Any, Any, Any]:
     """What ``Case.arrays`` has, in PyTorch."""
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
 
     shapes = (case.rows, case.k), (case.groups, case.k, case.n), (case.rows, case.n)
     x, w, g = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
@@ -197,7 +197,7 @@ def torch_arrays(case: Case) -> tuple[Any, Any, Any]:
 
 def torch_runs(case: Case, sizes: np.ndarray) -> dict[str, Callable[[], Any]]:
     """The products by ``torch._grouped_mm``."""
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
 
     x, w, g = torch_arrays(case)
     ends = torch.from_numpy(np.cumsum(sizes).astype(np.int32)).cuda()
@@ -271,7 +271,7 @@ class Contest:
             attempt(run.name, partial(one, run))
 
     def _measure_torch(self, case: Case, sizes: np.ndarray, seconds: float) -> None:
-        import torch  # pyright: ignore[reportMissingImports]
+        import torch
 
         for name, run in self.torch(case, sizes).items():
             ms = milliseconds(run, seconds, wait=lambda _: torch.cuda.synchronize())

@@ -9,7 +9,6 @@ waiting and rotate among inputs that no cache holds. From 64 MB on Python's laun
 previous call; below, it would dominate.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch and these libraries are not dependencies of zerojax.
 from collections.abc import Callable
 from dataclasses import dataclass

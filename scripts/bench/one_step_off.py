@@ -31,7 +31,7 @@ from zerojax.train.state import TrainState
 class Versioned(OwnGenerator):
     """Generates on this run's devices, and names the weights' step as an engine does."""
 
-    version: int = field(default=0)  # pyright: ignore[reportIncompatibleVariableOverride]
+    version: int = field(default=0)  # pyrefly: ignore[bad-override]
 
 
 class OwnEngine:

@@ -4,7 +4,6 @@ The model is zerojax's stack: the same blocks, initial distributions, data and l
 PyTorch's, so after the same steps a peer's loss agrees with ours statistically, not bit for bit.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch is not a dependency of zerojax.
 import argparse
 import faulthandler
@@ -104,7 +103,7 @@ def prepare_fla() -> None:
 
     Models of fla need transformers, which some images lack or cannot import.
     """
-    sys.modules.setdefault("transformers", None)  # pyright: ignore[reportArgumentType]
+    sys.modules.setdefault("transformers", None)  # pyrefly: ignore[no-matching-overload]
     from fla.ops.common import chunk_o
 
     chunk_o.TRITON_ABOVE_3_7_1 = True

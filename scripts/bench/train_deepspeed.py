@@ -16,7 +16,6 @@ host needs 18 bytes for each parameter, more where PyTorch rounds pinned buffers
 PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:1 a PyTorch that knows it does not.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch and DeepSpeed are not dependencies of zerojax.
 import argparse
 import logging

@@ -17,7 +17,6 @@ In "fsdp2-cp" all ranks share each row, by PyTorch's context parallelism: keys a
 queries stay. Attention is then outside of the compiled code.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch is not a dependency of zerojax.
 import argparse
 import os

@@ -10,7 +10,6 @@ double quantization and bf16 compute. Everything runs under autocast to bf16. Wi
 recomputed. "compiled": each block by torch.compile.
 """
 
-# pyright: reportMissingImports=false
 # PyTorch, peft and bitsandbytes are not dependencies of zerojax.
 import argparse
 from functools import partial

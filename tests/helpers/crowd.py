@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib import _jax
 
 from zerojax.multihost.peers import Place
 from zerojax.multihost.peers.client import Client

@@ -96,7 +96,8 @@ def share_compiled(folder: Path) -> None:
             return _compiled.get(key), 0
         return read(name, key, *rest)
 
-    compilation_cache._keep, compiler._cache_read = keep_here, read_here
+    compilation_cache._keep = keep_here  # pyrefly: ignore[bad-assignment]  (with fewer names)
+    compiler._cache_read = read_here  # pyrefly: ignore[bad-assignment]  (same)
     compilation_cache.use_compilation_cache()
 
 

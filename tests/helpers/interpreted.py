@@ -4,7 +4,10 @@ Import it in a process of its own, with TRITON_INTERPRET=1 set before Triton is 
 `pallas_kernels.triton.calls` run its kernels here, on concrete arrays.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# It replaces functions of Triton by others with fewer names.
+# pyrefly: ignore-errors[bad-assignment]
+from typing import Any
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -100,7 +103,7 @@ INSTRUCTIONS = {
 def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
     name = next(name for name in INSTRUCTIONS if name in asm)
     values = [a.handle.data if hasattr(a, "handle") else getattr(a, "value", a) for a in args]
-    result = INSTRUCTIONS[name](*values)
+    result: Any = INSTRUCTIONS[name](*values)
 
     def tensor(data, kind):
         block = tl.block_type(kind, list(data.shape)) if data.shape else kind

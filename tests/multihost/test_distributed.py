@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import pytest
 from environment import for_programs
-from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib import utils
 from kernel_cases import has_gpu
 
 from zerojax import distributed

@@ -162,7 +162,7 @@ def test_a_mesh_of_gpus_of_several_processes_tells_nccl():
     assert [setting.name for setting in nccl.applied()] == [SPLIT, THREADS, PIECES]
     zerojax.make_mesh(devices=gpus)
     assert len(nccl.applied()) == 3
-    zerojax.make_mesh(devices=[Gpu(i // 2, i, "cpu", "cpu") for i in range(4)])  # pyright: ignore[reportArgumentType]
+    zerojax.make_mesh(devices=[Gpu(i // 2, i, "cpu", "cpu") for i in range(4)])
     assert len(nccl.applied()) == 3
 
 

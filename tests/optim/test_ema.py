@@ -110,7 +110,7 @@ def test_it_comes_last():
     with pytest.raises(zerojax.ZeroError, match="come last"):
         CASES["nnx"].create(early, nodes=1, local=1)
     with pytest.raises(zerojax.ZeroError, match=r"zerojax\.chain"):
-        optax.chain(zerojax.scale_by_muon(), optax.scale(-0.1))  # pyright: ignore[reportArgumentType]
+        optax.chain(zerojax.scale_by_muon(), optax.scale(-0.1))  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.5])

@@ -269,4 +269,4 @@ def test_refuses_an_optimizer_without_moments() -> None:
     with pytest.raises(ConfigurationError, match="centered=True"):
         created("bfloat16", tx=optax.rmsprop(1e-2, centered=True))
     with pytest.raises(ConfigurationError, match=r"ZeroConfig\.moments='int8'"):
-        zerojax.ZeroConfig(moments="int8")  # pyright: ignore[reportArgumentType]
+        zerojax.ZeroConfig(moments="int8")  # pyrefly: ignore[bad-argument-type]

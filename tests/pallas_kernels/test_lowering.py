@@ -25,7 +25,7 @@ CALL = "triton_kernel_call"
 def _can_lower() -> bool:
     if importlib.util.find_spec("jax_triton") is None:
         return False
-    from jax._src.lib import gpu_triton  # pyright: ignore[reportPrivateImportUsage]  (jax-triton's own way)
+    from jax._src.lib import gpu_triton
 
     return hasattr(gpu_triton, "TritonKernel")
 

@@ -1,7 +1,5 @@
 """Wrong use is refused before a device is touched, by a message that names the thing and the way out."""
 
-# pyright: reportUnnecessaryTypeIgnoreComment=true
-
 import functools
 import gc
 import re
@@ -108,15 +106,15 @@ def test_units_are_classes():
     for given in several:
         assert ZeroConfig(units=given).units == (Block,)
     with refused(r"units=\('Block',\) must hold classes, and 'Block' is none: .* units=\(Block,\)"):
-        ZeroConfig(units=("Block",))  # pyright: ignore[reportArgumentType]
+        ZeroConfig(units=("Block",))  # pyrefly: ignore[bad-argument-type]
     with refused(r"units='Block' must hold classes"):
-        ZeroConfig(units="Block")  # pyright: ignore[reportArgumentType]
+        ZeroConfig(units="Block")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_the_formats_of_types_are_those_of_values():
     assert set(get_args(WireFormat)) == {"compute", *FORMATS, *COMPUTE_FORMAT}
     with refused("'int7' is not one of"):
-        ZeroConfig(weights="int7")  # pyright: ignore[reportArgumentType]  (an editor flags it)
+        ZeroConfig(weights="int7")  # pyrefly: ignore[bad-argument-type]  (an editor flags it)
 
 
 def test_another_mesh_is_the_current_one():
@@ -138,7 +136,7 @@ def test_compilation_is_turned_off():
 
 def test_unknown_preset():
     with refused(r"no preset 'zero4': there are 'zero3', 'zero\+\+', 'zero\+\+-paper', 'delta'"):
-        ZeroConfig.preset("zero4")  # pyright: ignore[reportArgumentType]
+        ZeroConfig.preset("zero4")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_presets_and_replacements_are_checked_like_any_config():
@@ -238,9 +236,9 @@ def test_the_mesh_has_to_be_ours():
         create(mesh=other)
     arguments: Any = (Listed, optax.sgd(0.1), squared_error)
     with refused("the mesh is a tuple: make it by zerojax.make_mesh"):
-        TrainState.abstract(*arguments, mesh=(2, 2))  # pyright: ignore[reportArgumentType]
+        TrainState.abstract(*arguments, mesh=(2, 2))  # pyrefly: ignore[bad-argument-type]
     with refused(r"zero='zero3': give a ZeroConfig"):
-        TrainState.abstract(*arguments, mesh=zerojax.make_mesh(2, 2), zero="zero3")  # pyright: ignore[reportArgumentType]
+        TrainState.abstract(*arguments, mesh=zerojax.make_mesh(2, 2), zero="zero3")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_mesh_with_explicit_axes():

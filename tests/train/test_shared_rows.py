@@ -183,7 +183,7 @@ class LinenEncoder(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + linen.MultiHeadDotProductAttention(4, attention_fn=attend)(x)
+        return x + linen.MultiHeadDotProductAttention(4, attention_fn=attend)(x)  # pyrefly: ignore[unsupported-operation]
 
 
 def distance_to_target(model: Any, batch: Any) -> jax.Array:

@@ -68,7 +68,7 @@ class _Unread(Sharded):
         raise WeightReadError(read_outside(self.leaf.name))
 
     @property
-    def __jax_array__(self) -> Never:  # pyright: ignore[reportIncompatibleMethodOverride]  (JAX calls no leaf's)
+    def __jax_array__(self) -> Never:  # pyrefly: ignore[bad-override]  (JAX calls no leaf's)
         """Refuse a conversion to an array of JAX."""
         raise ConfigurationError(read_outside(self.leaf.name))
 

@@ -29,7 +29,7 @@ from zerojax.sharding.param_tree import Path
 Shape = tuple[int, ...]
 
 _SHAPES = "_zerojax_shapes"
-_META: Any = type(nnx.Module)  # to pyright it is `type`, to whose call nothing is assigned
+_META: Any = type(nnx.Module)  # to type checkers it is `type`, to whose call nothing is assigned
 _lock = threading.RLock()
 _stacked: ContextVar[tuple[type, ...] | None] = ContextVar("classes whose shapes are noted", default=None)
 _READS = (

@@ -87,7 +87,7 @@ def gpu_description(gpu: str | Path) -> str:
     return resources.files("zerojax.analysis.gpus").joinpath(f"{gpu}.txtpb").read_text()
 
 
-def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Device]:
     """Compile-only devices of a cluster of ``nodes`` hosts with ``local`` GPUs each.
 
     Args:

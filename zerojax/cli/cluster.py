@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 # JAX's public option would also change the levels of its Python loggers.
-from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib import utils
 
 from zerojax import compilation_cache, terminal
 from zerojax.errors import ConfigurationError

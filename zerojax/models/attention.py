@@ -341,7 +341,7 @@ def _attend(
             mask_type=plain if lengths is None else padded,
             sliding_window_length=None if reach is None else reach + 1,
         )
-    found: Any = jax.nn.dot_product_attention(
+    found: Any = jax.nn.dot_product_attention(  # pyrefly: ignore[no-matching-overload]  (too many unions)
         query,
         key,
         jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else value,

@@ -176,7 +176,7 @@ def _connect_jax(place: Place, gpus: list[int] | None) -> None:
 
 def _set_log_level(level: int) -> None:
     """Set the level of XLA's log, unless the user has changed it from JAX's default."""
-    from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib import utils
 
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         utils.absl_set_min_log_level(level)

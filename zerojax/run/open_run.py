@@ -90,7 +90,7 @@ class OpenRun(TrainLoop):
         self._steps, self._evaluate_every = config.train.steps, config.train.eval_every
         self._save_every = config.checkpoint.every
         # A run always has a folder and checkpoints.
-        self.folder: RunFolder = new.folder  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.folder: RunFolder = new.folder  # pyrefly: ignore[bad-override-mutable-attribute]
         if is_first():
             self.folder.write_config(config)
         trained = [Trained(config.model, start.state, batch), *also_trained]
@@ -103,7 +103,7 @@ class OpenRun(TrainLoop):
             self.log = make_log(config, self.folder, trained, start.step, skipped, self._note_step)
         reserving.result()
         saving = config.checkpoint
-        self.checkpoints: Checkpoints = Checkpoints(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.checkpoints: Checkpoints = Checkpoints(  # pyrefly: ignore[bad-override-mutable-attribute]
             self.folder.checkpoints,
             Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
             start=start.saved,

@@ -57,7 +57,7 @@ def make_mesh(
     nodes: int | None = None,
     local: int | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Build the ``("node", "local")`` mesh.
 
@@ -114,7 +114,7 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
-def all_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+def all_devices() -> list[jax.Device]:
     """The devices of all processes.
 
     Raises:
@@ -161,12 +161,12 @@ def refuse_another(mesh: Mesh) -> None:
         )
 
 
-def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+def on_gpus(devices: Iterable[jax.Device]) -> bool:
     """Whether any is a GPU, real or described (``zerojax.aot``)."""
     return any(device.platform in ("gpu", "cuda") for device in devices)
 
 
-def on_cpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+def on_cpus(devices: Iterable[jax.Device]) -> bool:
     """Whether all are CPUs, which can be emulated in any number."""
     return all(device.platform == "cpu" for device in devices)
 

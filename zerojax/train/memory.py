@@ -123,7 +123,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
 
 def reserve_host_memory(
     size: int,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+    devices: Sequence[jax.Device] | None = None,
 ) -> None:
     """Have XLA lock host memory in one piece for each GPU of this process, for arrays of any sizes.
 

@@ -15,7 +15,7 @@ def suggests[T](given: T) -> T:
     """
     function: Any = given
     if isinstance(function, type):
-        setattr(function, "__init__", suggests(function.__init__))  # noqa: B010  (pyright knows it as read only)
+        setattr(function, "__init__", suggests(function.__init__))  # noqa: B010  (type checkers know it as read only)
         return given
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     called = function.__qualname__.removesuffix(".__init__")

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 from threading import Event, current_thread, main_thread
+from typing import Any
 from unittest import mock
 
 import jax
@@ -63,16 +64,21 @@ class Slow:
         return jnp.asarray(self.value).__array__()
 
 
+def metrics(loss: Slow) -> dict[str, Any]:
+    """A step's metrics; ``loss`` stands in for an array."""
+    return {"loss": loss}
+
+
 class TestQueue:
     def test_a_step_is_read_only_when_newer_ones_are_in_flight(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
         first, second, third = Slow(3.5), Slow(3.0), Slow(2.5)
-        assert queue.push(1, {"loss": first}) == []  # type: ignore[dict-item]  # stands in for an array
-        assert queue.push(2, {"loss": second}) == []  # type: ignore[dict-item]  # same
+        assert queue.push(1, metrics(first)) == []
+        assert queue.push(2, metrics(second)) == []
         assert first.copying
         clock.finish(first, 1.0)
-        (record,) = queue.push(3, {"loss": third})  # type: ignore[dict-item]  # same
+        (record,) = queue.push(3, metrics(third))
         assert (record.step, record.values, record.seconds) == (1, {"loss": 3.5}, 1.0)
         clock.finish(second, 2.0)
         clock.finish(third, 3.5)
@@ -84,7 +90,7 @@ class TestQueue:
         queue = MetricsQueue(depth=2, clock=clock)
         steps = [Slow(3.0) for _ in range(2)]
         for number, metric in enumerate(steps, 1):
-            queue.push(number, {"loss": metric})  # type: ignore[dict-item]  # stands in for an array
+            queue.push(number, metrics(metric))
         clock.finish(steps[0], 1.0)
         clock.finish(steps[1], 3.0)
         clock.now = 50.0
@@ -97,13 +103,13 @@ class TestQueue:
         ready.ready.set()
         clock.now = 1.0
 
-        def evaluation() -> dict[str, object]:
+        def evaluation() -> dict[str, Any]:
             clock.now = 9.0
             return {"validation_loss": np.float32(2.0)}
 
-        (first,) = queue.push(1, {"loss": ready}, evaluation)  # type: ignore[dict-item, arg-type]  # same
+        (first,) = queue.push(1, metrics(ready), evaluation)
         last = Slow(2.9)
-        queue.push(2, {"loss": last})  # type: ignore[dict-item]  # same
+        queue.push(2, metrics(last))
         clock.finish(last, 10.0)
         (second,) = queue.drain()
         assert first.values == {"loss": 3.0, "validation_loss": 2.0}
@@ -115,7 +121,7 @@ class TestQueue:
         clock.now = 5.0
         queue.restart_clock()
         metric = Slow(1.0)
-        queue.push(1, {"loss": metric})  # type: ignore[dict-item]  # stands in for an array
+        queue.push(1, metrics(metric))
         clock.finish(metric, 6.0)
         (record,) = queue.drain()
         assert record.seconds == 1.0
@@ -214,8 +220,8 @@ class TestFiles:
 
 
 def test_a_loss_curve_is_drawn(tmp_path: Path) -> None:
-    steps = [{"step": i, "loss": 3.0 / i} for i in range(1, 20)]
-    steps[5]["loss"] = None  # type: ignore[assignment]  # as a skipped step reads
+    steps: list[dict[str, Any]] = [{"step": i, "loss": 3.0 / i} for i in range(1, 20)]
+    steps[5]["loss"] = None  # as a skipped step reads
     steps[10]["validation_loss"] = 1.0
     draw_loss_curve(steps, tmp_path / "loss.png", "a run")
     drawn = imread(tmp_path / "loss.png")

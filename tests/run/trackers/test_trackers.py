@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
+from tensorboardX.proto.event_pb2 import Event
 
 from zerojax.errors import ZeroError
 from zerojax.run import trackers as package
@@ -124,7 +124,7 @@ def wandb_records(raw: bytes) -> Iterator[bytes]:
 
 def test_wandb_continues_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra zerojax[wandb] is not installed")
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # generated
+    from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -234,7 +234,7 @@ class Failing:
 
 def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
     messages: list[str] = []
-    trackers = Trackers({"wandb": Failing()}, messages.append)  # type: ignore[dict-item]  # opened already
+    trackers = Trackers({"wandb": Failing()}, messages.append)  # opened already
     for step in (1, 2, 3):
         trackers.write(step, {"loss": 1.0})
     trackers.close(failed=False)
@@ -296,7 +296,7 @@ class Dying:
 
 def test_a_tracker_whose_thread_dies() -> None:
     messages: list[str] = []
-    trackers = Trackers({"wandb": Dying()}, messages.append)  # type: ignore[dict-item]  # opened already
+    trackers = Trackers({"wandb": Dying()}, messages.append)  # opened already
     trackers.write(1, {"loss": 1.0})
     trackers.close(failed=True)
     assert messages == ["log.trackers: wandb failed at step 1 and was dropped: no more"]

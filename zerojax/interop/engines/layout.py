@@ -60,7 +60,7 @@ class Part:
     """
 
     key: Key
-    device: Device  # pyright: ignore[reportInvalidTypeForm]
+    device: Device
     layers: int
     cut: Cut
     dtype: str
@@ -177,7 +177,7 @@ class _Stored:
     layers: list[list[Tensor]]
     runs: Callable[[int, int], Iterator[tuple[int, int, int]]]
 
-    def shards(self) -> dict[tuple[int, int], Device]:  # pyright: ignore[reportInvalidTypeForm]
+    def shards(self) -> dict[tuple[int, int], Device]:
         """The ranges of a layer's stored elements, and the first device that has each."""
         sizes, found = self.array.shape[self.stack :], dict[tuple[int, int], Device]()
         rest = math.prod(sizes[1:])

@@ -201,7 +201,7 @@ class Publisher:
         return [full_patch(sent.shards[index], every[index], row, piece, sent.number)]
 
 
-def _on(device: Device, array: jax.Array) -> jax.Array:  # pyright: ignore[reportInvalidTypeForm]
+def _on(device: Device, array: jax.Array) -> jax.Array:
     """A device's shard of an array."""
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 

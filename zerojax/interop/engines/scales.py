@@ -86,12 +86,12 @@ def exponents_of(
         layers: of each.
     """
     found = [_on_devices(*one) for one in zip(arrays, blocks, layers, strict=True)]
-    return _exponents(found, arrays[0].sharding.mesh) if found else []  # pyright: ignore[reportAttributeAccessIssue]
+    return _exponents(found, arrays[0].sharding.mesh) if found else []  # pyrefly: ignore[missing-attribute]
 
 
 def _on_devices(x: jax.Array, blocks: Blocks, layers: int) -> Int32[Array, "devices layers rows columns"]:
     """What each device knows of the largest magnitudes."""
-    mesh: Mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    mesh: Mesh = x.sharding.mesh  # pyrefly: ignore[missing-attribute]
     own = [
         # The index starts at the shard's first element of a layer.
         _largest(shard.data, np.int32(shard.index[-2].start or 0), blocks=blocks, layers=layers)[None]

@@ -8,7 +8,7 @@ An optimizer's step then changes few factors, and the product of code and factor
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -127,7 +127,7 @@ class FP8Blocks:
     def exponents[A: (np.ndarray, Array)](largest: A) -> A:
         """The exponents of the factors of blocks, from the fp32 bits of their largest magnitudes, int32."""
         # 448 is 1.75 * 2^8.
-        return ((largest >> 23) - 135 + ((largest & 0x7FFFFF) > 0x600000)).clip(*EXPONENTS)
+        return cast(A, ((largest >> 23) - 135 + ((largest & 0x7FFFFF) > 0x600000)).clip(*EXPONENTS))
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
         """The ``quantization_config`` of config.json; ``ignored`` names linear modules of full precision."""

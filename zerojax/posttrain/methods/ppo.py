@@ -21,7 +21,7 @@ _gae = jax.jit(gae, static_argnames=("discount", "decay"))
 class PPOTrainer(PostTrainer):
     """A run of PPO; a context manager."""
 
-    critic: Critic  # pyright: ignore[reportIncompatibleVariableOverride]  (PPO always has one)
+    critic: Critic  # pyrefly: ignore[bad-override-mutable-attribute]  (PPO always has one)
 
     def update(self, batch: Rows) -> Metrics:
         """Dispatch a training step of the policy and one of the critic, and return their metrics."""

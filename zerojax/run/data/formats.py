@@ -285,7 +285,7 @@ def _no_column(place: str, column: str, columns: list[str]) -> DataError:
 def _pyarrow(path: Path) -> ModuleType:
     try:
         import pyarrow
-        import pyarrow.ipc  # pyright: ignore[reportUnusedImport]  (an attribute from then on)
+        import pyarrow.ipc  # an attribute from then on
     except ImportError as error:
         raise DataError(f"{path}: this format needs pyarrow: pip install 'pyarrow>=18'") from error
     return pyarrow

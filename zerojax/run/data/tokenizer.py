@@ -112,7 +112,7 @@ class BPETokenizer:
     def _with_offsets(self) -> tokenizers.Tokenizer:
         """The tokenizer without its post-processor, which may take blanks out of the offsets."""
         copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        copy.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]  (its type lacks None)
+        copy.post_processor = None
         return copy
 
     def _first_id(self, names: Iterable[str]) -> int:

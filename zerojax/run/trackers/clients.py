@@ -59,7 +59,7 @@ def _without(package: str) -> Generator[None]:
     """
     absent = package not in sys.modules
     if absent:
-        sys.modules[package] = None  # pyright: ignore[reportArgumentType]
+        sys.modules[package] = None  # pyrefly: ignore[unsupported-operation]
     try:
         yield
     finally:

@@ -67,7 +67,7 @@ def unavailable() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces and their links need root (sudo, or a privileged container)"
     try:
-        import pyroute2  # noqa: F401  # pyright: ignore[reportUnusedImport]  (a probe)
+        import pyroute2  # noqa: F401  (a probe)
     except ImportError:
         return "pyroute2 is not installed: pip install 'pyroute2>=0.9'"
     try:

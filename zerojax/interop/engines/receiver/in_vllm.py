@@ -8,8 +8,6 @@ version is then applied within vLLM's own update: /pause, /start_weight_update, 
 /finish_weight_update, /resume.
 """
 
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false
-
 import json
 import os
 import sys

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]  (of the engine's environment)
+import torch
 
 from .manifest import Manifest, Piece, Strip
 from .mirror import Replica
@@ -223,7 +223,7 @@ class DeviceReplica(Replica):
             for number, values in self._wholes.items():
                 assert self.manifest is not None
                 values = values.to(self._tensors[0].device)
-                for strip, own, block in self.manifest.pieces[number].blocks(values):  # pyright: ignore[reportArgumentType]
+                for strip, own, block in self.manifest.pieces[number].blocks(values):
                     _view(strip, self._tensors)[own] = block
             self._wait()
         with self._changed:
@@ -239,7 +239,7 @@ class DeviceReplica(Replica):
         """All elements of a piece as the engine has them, padding included."""
         kind = _INTEGERS[piece.itemsize]
         values = torch.zeros(piece.size, dtype=kind, device=self._tensors[0].device)
-        for strip, own, block in piece.blocks(values):  # pyright: ignore[reportArgumentType]
+        for strip, own, block in piece.blocks(values):
             block[:] = _view(strip, self._tensors)[own]
         return values
 
