@@ -32,6 +32,8 @@ class HTTPEngine:
         version: of its weights.
         loaded: the names of the folders that it loaded.
         served: the prompts that it completed.
+        device: the kind that it says it computes on.
+        quantization: the one that it says its model has.
         respond: makes the response to a path and a body; tests put faults around it. A response of None
             breaks the connection, a pair is a status and bytes.
     """
@@ -42,6 +44,8 @@ class HTTPEngine:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self.version, self.loaded, self.served = "default", list[str](), list[list[int]]()
+        self.device = "cuda"
+        self.quantization: str | None = None
         self.respond: Callable[[str, Any], Any] = self.answer
         self._server = self._listen(0)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -89,7 +93,11 @@ class HTTPEngine:
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "policy", "max_model_len": self._room}]}
         if path == "/server_info?config_format=json":
-            return {"vllm_config": {"device_config": {"device": "cuda"}}}
+            own = {
+                "device_config": {"device": self.device},
+                "model_config": {"quantization": self.quantization},
+            }
+            return {"vllm_config": own}
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/collective_rpc":

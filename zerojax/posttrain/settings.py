@@ -26,7 +26,7 @@ WITH_ROLLOUTS = ("grpo", "ppo")
 """The methods that generate completions."""
 
 _OF_ENGINES = (
-    *("engine_seconds", "engine_folder", "engine_receivers"),
+    *("engine_seconds", "engine_folder", "engine_receivers", "engine_weights"),
     *("rollouts_ahead", "importance_cap"),
 )
 _ROLLOUT = (

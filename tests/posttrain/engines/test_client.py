@@ -162,10 +162,10 @@ def test_a_dead_or_slow_engine_is_lost(server: HTTPEngine) -> None:
 
 
 def test_an_engine_is_tried_before_it_is_used(server: HTTPEngine) -> None:
-    client(server).check(64, 1.0, tied=False)
-    client(server).check(64, 0.5, tied=False)
+    client(server).check(64, 1.0, tied=False, fp8=False)
+    client(server).check(64, 0.5, tied=False, fp8=False)
     with pytest.raises(EngineRefused, match="room for 64 tokens, but rows have up to 65"):
-        client(server).check(65, 1.0, tied=False)
+        client(server).check(65, 1.0, tied=False, fp8=False)
     plain = server.answer
 
     def raw(path: str, body: Any) -> Any:
@@ -175,18 +175,27 @@ def test_an_engine_is_tried_before_it_is_used(server: HTTPEngine) -> None:
         return plain(path, body)
 
     server.respond = raw
-    client(server).check(64, 1.0, tied=False)
+    client(server).check(64, 1.0, tied=False, fp8=False)
     with pytest.raises(EngineRefused, match="--logprobs-mode processed_logprobs"):
-        client(server).check(64, 0.5, tied=False)
+        client(server).check(64, 0.5, tied=False, fp8=False)
     server.respond = lambda path, body: {"data": []} if path == "/v1/models" else plain(path, body)
     with pytest.raises(EngineRefused, match="lists no model"):
-        client(server).check(64, 1.0, tied=False)
+        client(server).check(64, 1.0, tied=False, fp8=False)
 
 
 def test_a_tied_projection_needs_an_engine_on_a_gpu(server: HTTPEngine) -> None:
-    client(server).check(64, 1.0, tied=True)
-    plain, cpu = server.answer, {"vllm_config": {"device_config": {"device": "cpu"}}}
-    server.respond = lambda path, body: cpu if "server_info" in path else plain(path, body)
-    client(server).check(64, 1.0, tied=False)
+    client(server).check(64, 1.0, tied=True, fp8=False)
+    server.device = "cpu"
+    client(server).check(64, 1.0, tied=False, fp8=False)
     with pytest.raises(EngineRefused, match=r"set model\.tied = false"):
-        client(server).check(64, 1.0, tied=True)
+        client(server).check(64, 1.0, tied=True, fp8=False)
+
+
+@pytest.mark.parametrize(("own", "fp8", "sent"), [("fp8", False, "full"), (None, True, "fp8-blocks")])
+def test_an_engine_must_serve_the_format_that_it_gets(
+    server: HTTPEngine, own: str | None, fp8: bool, sent: str
+) -> None:
+    server.quantization = own
+    client(server).check(64, 1.0, tied=False, fp8=not fp8)
+    with pytest.raises(EngineRefused, match=f'quantization {own}, but posttrain.engine_weights is "{sent}"'):
+        client(server).check(64, 1.0, tied=False, fp8=fp8)

@@ -3,12 +3,14 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hf_models import FIXTURES, begin_run
 from http_engine import HTTPEngine, loader
 from micro_run import ROLLOUTS, lines, merged, micro_config, post_train
 
@@ -17,10 +19,12 @@ from zerojax.interop.engines.receiver.ends import Receiver
 from zerojax.interop.engines.receiver.mirror import Mirror
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.engines import pool as pool_module
+from zerojax.posttrain.engines.rollouts import weights_for_engines
 from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.rollout.generator import OwnGenerator
-from zerojax.run.config import RunConfig
+from zerojax.run.build import RunSetup
+from zerojax.run.config import MeshSection, PosttrainSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 
 SCORES = """
@@ -183,6 +187,28 @@ def test_a_receiver_beside_an_engine_gets_what_has_changed(
     assert served.loaded == ["current"] * 3
     assert mirror.version == 2
     assert not (tmp_path / "run/weights").exists()
+
+
+def test_engines_get_fp8_as_zerojax_export_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine's folder is written on the host, the other's by a receiver with codes from the devices."""
+    monkeypatch.setenv("ZEROJAX_JOB_TOKEN", "a secret of this test")
+    begin_run(FIXTURES / "llama3", folder := RunFolder(tmp_path / "run"))
+    read = replace(folder.read_config(), mesh=MeshSection(nodes=1, local=2))
+    state = RunSetup(read).initial_state()
+    receiver = Receiver(Mirror(tmp_path / "mirror"), "127.0.0.1", 0, "a secret of this test")
+    there = {"engine_receivers": (f"127.0.0.1:{receiver.port}",), "engine_folder": str(tmp_path / "mirror")}
+    found = list[bytes]()
+    for options in ({}, there):
+        chosen = PosttrainSection(engines=("http://a:1",), engine_weights="fp8-blocks", **options)
+        weights = weights_for_engines(replace(read, posttrain=chosen), folder, state)
+        version = weights.publish(state, 0)
+        assert weights.arrive(0, version, 60.0) == ""
+        found += [(version.folder / name).read_bytes() for name in ("model.safetensors", "config.json")]
+        weights.close()
+    receiver.close()
+    assert found[:2] == found[2:]
+    assert b"F8_E4M3" in found[0]
+    assert b"weight_block_size" in found[1]
 
 
 def test_receivers_need_a_token(place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: Any) -> None:

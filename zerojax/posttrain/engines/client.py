@@ -104,13 +104,14 @@ class Engine:
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         self._ask("/update_weight_version", {"new_version": weights.name})
 
-    def check(self, longest: int, temperature: float, tied: bool) -> None:
+    def check(self, longest: int, temperature: float, tied: bool, fp8: bool) -> None:
         """Try the engine.
 
         Args:
             longest: the most tokens of a row.
             temperature: of the rollouts.
             tied: whether the model's output projection is its token embedding.
+            fp8: whether it will get weights in fp8.
 
         Raises:
             EngineRefused: the engine cannot be used.
@@ -136,11 +137,19 @@ class Engine:
                 f"{temperature}: start it with --logprobs-mode processed_logprobs"
             )
         # On CPUs vLLM packs the projection, and packs it again only if its own name is loaded.
-        match self._ask("/server_info?config_format=json") if tied else {}:
-            case {"vllm_config": {"device_config": {"device": "cpu"}}}:
+        match self._ask("/server_info?config_format=json"):
+            case {"vllm_config": {"device_config": {"device": "cpu"}}} if tied:
                 raise EngineRefused(
                     f"{self.url} computes on CPUs, where vLLM 0.32 keeps the first output projection if it "
                     "is tied to the embedding: set model.tied = false, or use an engine on a GPU"
+                )
+            # vLLM would load full weights as fp8 codes, and keep its scales.
+            case {"vllm_config": {"model_config": {"quantization": str() | None as own}}} if (
+                own == "fp8"
+            ) != fp8:
+                raise EngineRefused(
+                    f"{self.url} serves a model with quantization {own}, but posttrain.engine_weights is "
+                    f'"{"fp8-blocks" if fp8 else "full"}": change it, or start the engine with another export'
                 )
             case _:
                 pass

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.exporting import plan_export
+from zerojax.interop.huggingface.exporting import check_quantizable, plan_export
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.log import warn
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers.handshake import VARIABLE
@@ -109,12 +110,15 @@ def weights_for_engines(config: RunConfig, folder: RunFolder, abstract: TrainSta
     """Brings weights to engines in the way of the settings.
 
     Raises:
-        ConfigurationError: the model cannot be exported or sent, or there is no token.
+        ConfigurationError: the model cannot be exported, quantized or sent, or there is no token.
     """
     settings, target = config.posttrain, plan_export(abstract, config, folder, None)
+    how = FP8Blocks((128, 128)) if settings.engine_weights == "fp8-blocks" else None
+    if how is not None:
+        check_quantizable(abstract, target, how)
     if not settings.engine_receivers:
         place = Path(settings.engine_folder) if settings.engine_folder else folder.path / "weights"
-        return ExportedWeights(config, folder, target, place)
+        return ExportedWeights(config, folder, target, place, how)
     if abstract.spec.frozen:
         raise ConfigurationError(
             "posttrain.engine_receivers get trained weights only, but this run has frozen ones: leave them "
@@ -125,13 +129,14 @@ def weights_for_engines(config: RunConfig, folder: RunFolder, abstract: TrainSta
             f"posttrain.engine_receivers need the job's secret: set {VARIABLE} for this run and for the "
             "receivers. openssl rand -hex 32 makes one"
         )
-    return SentWeights(config, folder, token)
+    return SentWeights(config, folder, token, how)
 
 
 def _check(engine: Engine, config: RunConfig) -> str:
     """A line about an engine that does not respond, or ""."""
     try:
-        engine.check(longest_row(config), config.posttrain.temperature, config.model.tied)
+        fp8 = config.posttrain.engine_weights == "fp8-blocks"
+        engine.check(longest_row(config), config.posttrain.temperature, config.model.tied, fp8)
     except EngineRefused as why:
         raise ConfigurationError(
             f"posttrain.engines: {why}. Engines are vLLM 0.32 or newer, started with --enable-scale-out and "

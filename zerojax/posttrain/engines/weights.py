@@ -9,6 +9,7 @@ from typing import NamedTuple, override
 
 from zerojax.interop.engines.publisher import Publisher
 from zerojax.interop.huggingface.exporting import Target, export_model
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import is_first
 from zerojax.run.config import RunConfig
@@ -61,18 +62,20 @@ class ExportedWeights(EngineWeights):
         folder: the run's folder.
         target: the contents of an export.
         place: the folder of the versions, which the engines' hosts share.
+        how: the quantization of the linear layers; None for none.
     """
 
     config: RunConfig
     folder: RunFolder
     target: Target
     place: Path
+    how: FP8Blocks | None = None
 
     @override
     def publish(self, state: TrainState, step: int) -> Weights:
         name = _name(step)
         out = self.place.absolute() / name
-        export_model(state, self.config, self.folder, self.target, out)
+        export_model(state, self.config, self.folder, self.target, out, self.how)
         if is_first():
             versions = sorted(self.place.glob("step-*"), key=lambda path: path.stat().st_mtime)
             for old in versions[:-_KEPT]:
@@ -87,18 +90,28 @@ class SentWeights(EngineWeights):
         config: the run's settings.
         folder: the run's folder.
         token: the job's secret.
+        how: as ``ExportedWeights``.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, token: str) -> None:
-        self._config, self._folder, self._token = config, folder, token
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, token: str, how: FP8Blocks | None = None
+    ) -> None:
+        self._config, self._folder, self._token, self._how = config, folder, token, how
         self._publisher: Publisher | None = None
 
     @override
     def publish(self, state: TrainState, step: int) -> Weights:
         settings = self._config.posttrain
         if self._publisher is None:
-            receivers, token = settings.engine_receivers, self._token
-            self._publisher = Publisher(state, self._config, self._folder, receivers, token=token, dtype=None)
+            self._publisher = Publisher(
+                state,
+                self._config,
+                self._folder,
+                settings.engine_receivers,
+                token=self._token,
+                dtype=None,
+                how=self._how,
+            )
         self._publisher.publish(state, step)
         return Weights(step, _name(step), Path(settings.engine_folder) / "current")
 

@@ -387,6 +387,8 @@ class PosttrainSection:
             default RUN/weights. With receivers it is their mirror.
         engine_receivers: HOST:PORT of the receiver beside each engine, in the engines' order, to which the
             run sends the changed elements; without receivers it writes all weights to engine_folder.
+        engine_weights: "fp8-blocks" quantizes the linear layers for the engines, as `zerojax export --weights
+            fp8-blocks` does.
         rollouts_ahead: 1 lets engines generate the next rollout while the run trains on the last one, with
             weights that are one rollout old; 0 waits for the newest weights.
         importance_cap: The largest factor of a token's loss with engines. The factor is the ratio of the
@@ -423,6 +425,7 @@ class PosttrainSection:
     engine_seconds: float = 600.0
     engine_folder: str = ""
     engine_receivers: tuple[str, ...] = ()
+    engine_weights: Literal["full", "fp8-blocks"] = "full"
     rollouts_ahead: int = 0
     importance_cap: float = 2.0
     eval_prompts: int = 64
