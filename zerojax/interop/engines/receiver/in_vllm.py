@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.platforms import current_platform
 
 from .ends import TOKEN, Receiver
@@ -245,3 +246,5 @@ class Extension:
 WeightTransferEngineFactory.register_engine(NAME, Weights)
 if current_platform.is_cpu():
     layers.dispatch_cpu_unquantized_gemm = _keep_plain
+    LinearBase._cpu_skip_gemm_dispatch = True  # the same for fp8
+    _DTYPES["F8_E4M3"] = torch.float8_e4m3fn  # GPUs' kernels may store codes in another order
