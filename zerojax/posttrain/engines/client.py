@@ -127,8 +127,10 @@ class Engine:
                 )
             case other:
                 raise EngineRefused(f"{self.url}/v1/models lists no model: {short(other)}")
+        # On CPUs with AMX vLLM 0.32 dies in fp8 if its first prompt has less than five tokens.
+        prompt, weights = [0] * min(8, longest - 1), Weights(0, name, Path())
         tried = [
-            self._generate([0], 1, 0, Sampling(t), [], Weights(0, name, Path()), likeliest=True).log_probs
+            self._generate(prompt, 1, 0, Sampling(t), [], weights, likeliest=True).log_probs
             for t in {1.0, temperature}
         ]
         if len(tried) == 2 and tried[0] == tried[1]:
