@@ -196,11 +196,11 @@ def test_engines_get_fp8_as_zerojax_export_writes_it(tmp_path: Path, monkeypatch
     read = replace(folder.read_config(), mesh=MeshSection(nodes=1, local=2))
     state = RunSetup(read).initial_state()
     receiver = Receiver(Mirror(tmp_path / "mirror"), "127.0.0.1", 0, "a secret of this test")
-    there = {"engine_receivers": (f"127.0.0.1:{receiver.port}",), "engine_folder": str(tmp_path / "mirror")}
+    written = PosttrainSection(engines=("http://a:1",), engine_weights="fp8-blocks")
+    at, place = (f"127.0.0.1:{receiver.port}",), str(tmp_path / "mirror")
     found = list[bytes]()
-    for options in ({}, there):
-        chosen = PosttrainSection(engines=("http://a:1",), engine_weights="fp8-blocks", **options)
-        weights = weights_for_engines(replace(read, posttrain=chosen), folder, state)
+    for settings in (written, replace(written, engine_receivers=at, engine_folder=place)):
+        weights = weights_for_engines(replace(read, posttrain=settings), folder, state)
         version = weights.publish(state, 0)
         assert weights.arrive(0, version, 60.0) == ""
         found += [(version.folder / name).read_bytes() for name in ("model.safetensors", "config.json")]
