@@ -98,6 +98,8 @@ def test_a_killed_process_is_named_by_its_signal(capfd):
     result, _ = run(shell("rank 0", "sleep 60"), shell("rank 1", "kill -9 $$"))
     assert result.code == 128 + 9
     assert "rank 1 ended with SIGKILL" in capfd.readouterr().err
+    assert run(shell("alone", "kill -9 $$"))[0].code == 128 + 9
+    assert capfd.readouterr().err == "zerojax: alone ended with SIGKILL\n"
 
 
 def test_a_task_that_does_not_end_is_killed_after_the_grace_period(capfd, tmp_path):

@@ -203,12 +203,13 @@ class Supervisor:
         if self._lost is None:
             self._lost = time.monotonic()
             self.lost()
-        if not others or failed in self._told:
+        if failed in self._told:
             return
         if code == self.follows:
             self._told.add(failed)
         else:
-            logger.warning(f"{self.tasks[failed].name} ended with {describe(code)}; ending the others")
+            then = "; ending the others" if others else ""
+            logger.warning(f"{self.tasks[failed].name} ended with {describe(code)}{then}")
         self._tell(others, signal.SIGTERM, limited=True)
 
     def _next_event(self, limit: float | None) -> tuple[str, int]:

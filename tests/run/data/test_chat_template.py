@@ -89,8 +89,8 @@ def test_an_answer_may_begin_with_what_the_template_adds() -> None:
     ("name", "messages", "message"),
     [
         ("thinking", chat("a", "b", "c", "d"), r"messages up to 1 differently .*\{% generation %\}"),
-        ("chatml", chat("a"), "no message of the assistant"),
-        ("generation", chat("a"), "no message of the assistant"),
+        ("chatml", chat("a"), "no message has the role"),
+        ("generation", chat("a"), "no message has the role"),
         ("instruct", [*chat("a"), *chat("b", "c")], "roles must alternate"),
     ],
 )

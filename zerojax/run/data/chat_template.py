@@ -313,7 +313,7 @@ class ChatTemplate:
 def _written(ranges: Iterable[tuple[int, int]]) -> Ranges:
     found = tuple((start, end) for start, end in ranges if start < end)
     if not found:
-        raise DataError("no message of the assistant, so there is nothing to learn")
+        raise DataError("no message has the role 'assistant', so there is nothing to learn: remove the row")
     return found
 
 
