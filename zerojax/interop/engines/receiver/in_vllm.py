@@ -214,6 +214,10 @@ def tensors_of(model: torch.nn.Module, manifest: Manifest) -> dict[str, torch.Te
     shapes = {name: shape for name, _, shape in manifest.tensors}
     found, used = dict[str, torch.Tensor](), dict[str, int]()
     for name, dtype, shape in manifest.tensors:
+        if dtype not in _DTYPES:
+            raise PatchError(
+                f"vLLM may have {name}, {dtype}, in another order: use a mirror and reload_weights"
+            )
         module = name.rpartition(".")[0].rpartition(".")[2]
         whole, parts = joined.get(module, (module, [module]))
         own = name.replace(f".{module}.", f".{whole}.")
