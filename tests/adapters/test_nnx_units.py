@@ -439,6 +439,19 @@ def test_variables_hold_pytrees_and_units_return_more_than_arrays(units):
     np.testing.assert_array_equal(seen["more"][0], 2)
 
 
+class Compiled(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    @nnx.jit
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.linear(x))
+
+
+def test_a_unit_may_compile_its_method():
+    assert_trains_as_flax_does(create(lambda rngs: Network(rngs, Compiled), mean_square, (Compiled,)))
+
+
 class Reading(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, how: str):
         self.linear, self.how = nnx.Linear(4, 4, rngs=rngs), how
@@ -446,6 +459,8 @@ class Reading(nnx.Module):
             self.largest = float(self.linear.kernel[...].max())
         elif how == "if" and self.linear.kernel[0, 0] > 0:
             self.positive = True
+        elif how == "list":
+            self.tables = nnx.data([jnp.ones(2)])
         self.name = nnx.Variable("name" if how == "str" else 0)
 
 
@@ -455,6 +470,7 @@ class Reading(nnx.Module):
         ("float", r"reads the value of an array at .*test_nnx_units.py:\d+, .*jnp.where"),
         ("if", r"reads the value of an array at .*test_nnx_units.py"),
         ("str", "the variable 'name' holds a str, .*plain attribute"),
+        ("list", "the attribute 'tables' of Reading is a list of arrays.*make it an nnx.List"),
     ],
 )
 def test_a_factory_that_cannot_be_traced(how, message):

@@ -126,7 +126,8 @@ def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
     error = refused(capsys, *resumed, "--model.layers", "2")
     assert "was started with model.layers = 1 and cannot resume with 2" in error
     assert f"set it back, as in {finished.config}, or choose another" in error
-    assert "--init-from has [model] and the tokenizer from there: repeat the option" in error
+    assert "A run started with --init-from has it from there: repeat the option." in error
+    assert "--init-from" not in refused(capsys, *resumed, "--train.seed", "7")
     (tmp_path / "file").touch()
     for place in ("file", "file/run"):
         error = refused(capsys, "train", "gpt-tiny", "--run-dir", str(tmp_path / place))

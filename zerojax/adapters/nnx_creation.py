@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import PathParts
 from jax.core import Tracer
@@ -116,6 +117,13 @@ def _make_data(node: object) -> None:
     for name, value in list(vars(node).items()):
         if isinstance(value, Tracer):
             setattr(node, name, nnx.data(value))
+        elif type(value) in (list, tuple, dict):
+            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+            if any(isinstance(leaf, Tracer | np.ndarray) for leaf in leaves):
+                raise ConfigurationError(
+                    f"the attribute {name!r} of {type(node).__name__} is a {type(value).__name__} of arrays, "
+                    "which Flax does not keep as state: make it an nnx.List, an nnx.Dict or an nnx.Variable."
+                )
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.transforms.compilation import JitWrapped
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.nnx_creation import leaves_of
@@ -320,7 +321,7 @@ def gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
         for name, member in vars(base).items():
             # A method that overrides Flax's, such as ToNNX's ``_setattr``, does not compute with weights.
             own = name == "__call__" or not (name.startswith("__") or hasattr(nnx.Module, name))
-            if inspect.isfunction(member) and own:
+            if own and (inspect.isfunction(member) or isinstance(member, JitWrapped)):
                 names[name] = _gathering(cls, getattr(cls, name))
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))
 

@@ -208,10 +208,11 @@ def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list
     for name, (old, new) in changes.items():
         section = name.partition(".")[0]
         if name not in _FREE_KEYS and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
+            theirs = name.startswith("model.") or name == "data.tokenizer"
+            repeat = " A run started with --init-from has it from there: repeat the option." * theirs
             raise ConfigurationError(
                 f"{folder.path} was started with {name} = {old!r} and cannot resume with {new!r}: "
-                f"set it back, as in {folder.config}, or choose another --run-dir. A run started with "
-                "--init-from has [model] and the tokenizer from there: repeat the option"
+                f"set it back, as in {folder.config}, or choose another --run-dir.{repeat}"
             )
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
 
