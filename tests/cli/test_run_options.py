@@ -52,6 +52,11 @@ def test_a_run_brings_its_shape_and_tokenizer(finished, tmp_path):
     assert settings.data.tokenizer == theirs.data.tokenizer
     _, changed, _ = read_run(Options, "train", [*arguments, *length, "--model.dropout", "0.25"])
     assert changed.model == replace(settings.model, dropout=0.25)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.write_config(settings)
+    arguments[2] = "gone"
+    assert read_run(Options, "train", [*arguments, *length])[1] == settings, "a restart repeats the command"
 
 
 def test_a_run_brings_the_tokenizer_of_its_tokens_not_that_of_its_settings(text, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from zerojax.analysis.plan import describe_plan
 from zerojax.cli import on_config
@@ -20,6 +21,7 @@ from zerojax.interop.huggingface import (
     run_settings,
     save_tokenizer,
 )
+from zerojax.models.config import GPTConfig
 from zerojax.multihost import standby
 from zerojax.run import checkpoints, recovery
 from zerojax.run.config import RunConfig, find_config, saved_config
@@ -73,7 +75,7 @@ def read_run[O: RunOptions](
         nonlocal source
         named, found = chosen.init_from, Tables()
         if named is not None and not named.exists():
-            _refuse_missing(named, chosen.folder)
+            found = _as_started(named, chosen.folder)
         elif named is not None and is_model(named):
             source = ModelFolder.open(named)
             found = run_settings(source, tables, chosen.folder)
@@ -82,14 +84,7 @@ def read_run[O: RunOptions](
         return found if further is None else merged(found, further(chosen, merged(tables, found)))
 
     read, settings = on_config.parse(options, command, arguments, between)
-    named, folder = read.init_from, read.folder
-    settings = folder.here(settings)
-    # ``between`` refuses a folder that is missing, unless the run resumes.
-    if named is not None and not named.exists() and folder.read_config().model != settings.model:
-        raise ConfigurationError(
-            f"--init-from {named} gave this run its [model], and is gone: "
-            f"resume the run by zerojax {command} {folder.config} --run-dir {folder.path}"
-        )
+    settings = read.folder.here(settings)
     # A restart continues from memory even while the store fails.
     restarts = any(name in os.environ for name in (recovery.VARIABLE, standby.VARIABLE))
     if settings.checkpoint.copy_to and not (read.dry_run or restarts):
@@ -97,16 +92,26 @@ def read_run[O: RunOptions](
     return read, settings, source
 
 
-def _refuse_missing(named: Path, folder: RunFolder) -> None:
-    """Refuse an --init-from that does not exist, unless a run resumes, which no longer needs it."""
+def _as_started(named: Path, folder: RunFolder) -> Tables:
+    """The shape and the tokenizer of a run that resumes, if the --init-from that gave them is gone.
+
+    Refuses a new run.
+    """
     if folder.config.is_file():
-        return
+        before = folder.read_config()
+        return {"model": _shape(before.model), "data": {"tokenizer": before.data.tokenizer}}
     hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(named))
     raise ConfigurationError(
         f"--init-from {named}: no such folder"
         + f". zerojax downloads nothing: get a model from Hugging Face's hub by `hf download {named} "
         f"--local-dir {named.name}`, and pass --init-from {named.name}" * (hub is not None)
     )
+
+
+def _shape(model: GPTConfig, *more: str) -> dict[str, Any]:
+    """The settings of [model], without the ones that another run may have otherwise, and ``more``."""
+    own = {"attention", "loss_chunk", "token_tile", "dropout", *more}
+    return {key: value for key, value in table_of(model).items() if key not in own}
 
 
 def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
@@ -119,15 +124,12 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
     if "model" not in before:  # a custom loop wrote the checkpoint
         return {}
     theirs, outputs = saved_config(before), tables.get("model", {}).get("outputs")
-    own = {"attention", "loss_chunk", "token_tile", "dropout"}
-    if outputs is not None:
-        own |= {"outputs"} if outputs == theirs.model.outputs else {"outputs", "tied"}
-    shape = {key: value for key, value in table_of(theirs.model).items() if key not in own}
+    more = () if outputs is None else ("outputs",) if outputs == theirs.model.outputs else ("outputs", "tied")
     if folder.config.is_file():
         tokenizer = folder.read_config().data.tokenizer
     else:
         tokenizer = _their_tokenizer(theirs, path, tables.get("data", {}).get("tokenizer"))
-    return {"model": shape, "data": {"tokenizer": tokenizer}}
+    return {"model": _shape(theirs.model, *more), "data": {"tokenizer": tokenizer}}
 
 
 def _their_tokenizer(theirs: RunConfig, checkpoint: Path, given: str | None) -> str:

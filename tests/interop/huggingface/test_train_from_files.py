@@ -115,7 +115,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
     assert "resuming from step 1; data.tokenizer" not in capsys.readouterr().out
     shutil.rmtree(model)
     assert main([*command, *moved]) == 2
-    assert f"{model} gave this run its [model], and is gone: resume the run by" in capsys.readouterr().err
+    assert f"{model}, which is gone: put it back." in capsys.readouterr().err
 
 
 @pytest.mark.slow
