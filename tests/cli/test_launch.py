@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from zerojax.cli import launch
 from zerojax.errors import ZeroError
+from zerojax.multihost.distributed import free_ports
 from zerojax.sharding import host_memory
 
 pytestmark = pytest.mark.alone
@@ -92,6 +94,29 @@ def test_two_processes_join(capfd):
     out = capfd.readouterr().out
     for rank in range(2):
         assert f"[rank {rank}] total 3.0 devices 4" in out
+
+
+def test_a_launcher_on_each_host_starts_its_part_of_a_job(capfd, monkeypatch):
+    """A process of one host fails, so all start again; both launchers end with the job's code."""
+    monkeypatch.setenv("ZEROJAX_JOB_TOKEN", "0123456789abcdef")
+    program = (
+        "import os, sys, time; rank, again = int(sys.argv[-3]), os.environ.get('ZEROJAX_LOST', '')\n"
+        "print(*sys.argv[-6:], again.split(maxsplit=2)[2:], os.environ['ZEROJAX_JOB_TOKEN'])\n"
+        "sys.exit(75) if again else sys.exit(9) if rank == 1 else time.sleep(600)"
+    )
+    meeting = {"coordinator": f"127.0.0.1:{free_ports(1)[0]}", "hosts": 3, "restarts": 1}
+
+    def of_host(host):
+        return launch.launch(job(program, nodes=1, host=host, **meeting))
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(of_host, range(3))] == [75, 75, 75]
+    pattern = (
+        r"\[rank (\d)\] --coordinator 127\.0\.0\.1:(\d+) --process-id \1 --num-processes 3 \['rank 1'\] 0\S+f"
+    )
+    found = re.findall(pattern, capfd.readouterr().out)
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
+    assert len({port for _, port in found}) == 1
 
 
 LOOP = r"""
@@ -295,6 +320,9 @@ def test_the_command_line_becomes_a_job():
         ({"min_nodes": 3}, "min_nodes"),
         ({"snapshot_seconds": -1.0}, "snapshot_seconds"),
         ({"nodes": 0}, "at least 1"),
+        ({"host": 1}, "--coordinator, --host, --hosts belong together: only --host given"),
+        ({"host": 2, "hosts": 2, "coordinator": "a:1"}, "processes are 0 to 1"),
+        ({"host": 1, "hosts": 2, "coordinator": "192.0.2.1:1"}, "same ZEROJAX_JOB_TOKEN"),
     ],
 )
 def test_impossible_jobs_are_refused(options, message):

@@ -13,6 +13,7 @@ import pytest
 from environment import for_programs, zerojax
 from micro_run import lines, micro_config
 
+from zerojax.multihost.distributed import free_ports
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import dump_config
 from zerojax.run.metrics.files import read_metrics
@@ -116,6 +117,41 @@ def test_after_a_node_is_lost_a_job_trains_like_a_fresh_start(
     run_through(*job, 3, config, "--run-dir", fresh, "--train.steps", after["step"])
     run_through(*job, 2, config, "--run-dir", fresh, "--resume", "must")
     assert lines(torn)[after["step"] :] == lines(fresh)[after["step"] :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_host_that_is_lost_and_replaced_changes_no_bit(text: Path, tmp_path: Path, lost: int) -> None:
+    """Its launcher and its snapshot are lost with it; the other host has the whole state in memory."""
+    config, torn = tmp_path / "micro.toml", tmp_path / "torn"
+    settings = micro_config(
+        text,
+        mesh={"nodes": 2, "local": 2, "emulate": True},
+        train={"steps": 100, "eval_every": 100},
+        checkpoint={"every": 0},
+        zero={"preset": "zero3", "block_size": 64, "state_spread": "node"},
+    )
+    config.write_text(dump_config(settings))
+    meeting = ("--hosts", 2, "--coordinator", f"127.0.0.1:{free_ports(1)[0]}", "--host")
+    job = ("--devices-per-node", 2, "--nodes", 1, "--restarts", 1, "--snapshot-seconds", 0.2)
+
+    def start(host: int) -> subprocess.Popen[bytes]:
+        words = ("launch", *meeting, host, *job, config, "--run-dir", torn)
+        command = [sys.executable, "-m", "zerojax", *map(str, words)]
+        with (tmp_path / f"{host}.log").open("ab") as log:
+            return subprocess.Popen(command, env=for_programs(), stdout=log, stderr=log)
+
+    launchers = [start(0), start(1)]
+    wait_until(lambda: len(read_metrics(torn / "metrics.jsonl")) > 30, launchers[0])
+    launchers[lost].kill()
+    launchers[lost].wait()
+    launchers[lost] = start(lost)
+    assert [launcher.wait(timeout=300) for launcher in launchers] == [0, 0]
+    _, after = sessions(RunFolder(torn).read_summary())
+    assert after["step"] > 0
+    assert any(f"host {lost} was lost" in note for note in after["notes"])
+    run_through("launch", "--nodes", 2, *job[:2], config, "--run-dir", tmp_path / "whole")
+    assert lines(torn) == lines(tmp_path / "whole")
 
 
 def wait_until(done: Callable[[], bool], launcher: subprocess.Popen[bytes]) -> None:

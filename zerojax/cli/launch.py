@@ -1,4 +1,4 @@
-"""``zerojax launch``: start, supervise and restart the processes of a training run on this machine.
+"""``zerojax launch``: start, supervise and restart the processes of a training run.
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 gpt-tiny --run-dir runs/a
 
@@ -8,8 +8,11 @@ starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four 
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 my_loop.py --steps 100
 
-it starts ``python my_loop.py --steps 100``, which joins the job by ``zerojax.distributed.joined()``. For
-several machines, see ``scripts/slurm`` and ``scripts/k8s``.
+it starts ``python my_loop.py --steps 100``, which joins the job by ``zerojax.distributed.joined()``.
+
+On several hosts each has a launcher, with the same command. They meet at the launcher of host 0:
+
+    zerojax launch --hosts 2 --host 1 --coordinator host0:9876 --nodes 1 --devices-per-node 8 gpt-1.3b
 
 Exit codes: 0, success. 2, wrong use or settings, of this command or of ``zerojax train``. 3, the run
 diverged. 75, the run stopped on request and saved. Otherwise it is the highest code of the processes that
@@ -22,25 +25,30 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import get_args
 
 from zerojax.cli import COMMANDS
-from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
+from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigurationError
 from zerojax.log import logger
-from zerojax.multihost import snapshot_memory
+from zerojax.multihost import distributed, snapshot_memory
 from zerojax.multihost.devices import Platform, separate_nodes, share_devices
-from zerojax.multihost.distributed import VARIABLES, free_port
+from zerojax.multihost.hosts import Alone, Follower, Launchers, Leader, Order, Place, Plan, Report, Start
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
 from zerojax.multihost.standby import Standby
 from zerojax.multihost.supervisor import Supervisor, Task
 from zerojax.run import recovery
 from zerojax.sharding.host_memory import limit_variable
+from zerojax.versions import VERSION
 
 # Per machine, emulated devices included.
 _MAX_DEVICES = 4096
+
+# Settings that the launchers of all hosts share.
+_SHARED = ("train", "nodes", "devices_per_node", "restarts", "min_nodes", "snapshot_seconds", "standby")
 
 # Commands that a job can run: before a config, and without one.
 _ON_CONFIG = ("train", "posttrain")
@@ -60,7 +68,7 @@ class Job:
 
     # Arguments of `zerojax train`; or another command, or a Python program, and its arguments.
     train: Sequence[str]
-    nodes: int
+    nodes: int  # Processes of each host.
     devices_per_node: int
     platform: Platform = "auto"
     restarts: int = 0
@@ -69,6 +77,9 @@ class Job:
     # Seconds of work that a restart may repeat; 0 keeps no snapshots.
     snapshot_seconds: float = 3.0 if snapshot_memory.SUPPORTED else 0.0
     standby: bool = True  # Keep a process for each node that is ready to take over.
+    coordinator: str | None = None  # "host:port" of the launcher of host 0.
+    host: int | None = None
+    hosts: int | None = None
     program: Sequence[str] = _ZEROJAX
 
 
@@ -91,35 +102,53 @@ def launch(job: Job) -> int:
     if job.nodes * job.devices_per_node > _MAX_DEVICES:
         raise ConfigurationError(
             f"{job.nodes} x {job.devices_per_node} devices are more than {_MAX_DEVICES} on one machine: for "
-            "several machines, use scripts/slurm or scripts/k8s"
+            "several machines, start a launcher on each (--hosts)"
         )
-    if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes:
-        raise ConfigurationError(f"min_nodes must be from 1 to nodes={job.nodes}, not {job.min_nodes}")
     if not 0 <= job.snapshot_seconds < float("inf"):
         raise ConfigurationError(f"snapshot_seconds must be a number of seconds, not {job.snapshot_seconds}")
-    nodes, left, restart = job.nodes, job.restarts, dict[str, str]()
-    kept = _Kept(job)
-    try:
-        while True:
-            tasks, good = kept.tasks(nodes, restart), (EXIT_OK, EXIT_STOPPED)
+    share_devices(job.nodes, job.devices_per_node, job.platform)  # refuses what this machine lacks
+    with ExitStack() as stack:
+        launchers = stack.enter_context(closing(_launchers(job)))
+        kept = stack.enter_context(closing(_Kept(job)))
+        report, lost = Report(kept.ports()), time.monotonic()
+        while isinstance(order := launchers.next(report), Order):
+            restart = {recovery.VARIABLE: f"{lost} {time.monotonic()} {order.lost}"} if order.lost else {}
             result = Supervisor(
-                tasks,
+                kept.tasks(order.start, restart),
                 job.grace,
-                good=good,
+                good=(EXIT_OK, EXIT_STOPPED),
                 follows=EXIT_PEER_LOST,
-                started=partial(kept.stand_by, nodes if left else 0),
+                started=partial(kept.stand_by, order.following),
                 lost=kept.prepare,
+                events=launchers.events,
             ).run()
-            if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
-                return result.code
-            if job.min_nodes is not None:
-                nodes = max(job.min_nodes, nodes - len(result.failed))
-            who = ", ".join(result.failed) or "a process"
-            restart = {recovery.VARIABLE: f"{result.lost} {time.monotonic()} {who}"}
-            logger.warning(f"restarting with {nodes} of {job.nodes} nodes; {left - 1} restarts left")
-            left -= 1
-    finally:
-        kept.close()
+            lost = result.lost or time.monotonic()
+            report = Report(kept.ports(), result.outcomes, result.signals, kept.stands_by)
+        return order
+
+
+def _launchers(job: Job) -> Launchers:
+    """This launcher and those of the other hosts, if there are any."""
+    given = {"--coordinator": job.coordinator, "--host": job.host, "--hosts": job.hosts}
+    if None in given.values() and (some := [name for name, value in given.items() if value is not None]):
+        raise ConfigurationError(f"{', '.join(given)} belong together: only {', '.join(some)} given")
+    found = distributed.find_job(job.coordinator, job.host, job.hosts)
+    hosts = found[2] if found else 1
+    if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes * hosts:
+        raise ConfigurationError(
+            f"min_nodes must be from 1 to nodes={job.nodes * hosts}, not {job.min_nodes}"
+        )
+    plan = Plan(hosts, job.nodes, job.restarts, job.min_nodes)
+    if found is None or hosts == 1:
+        return Alone(plan)
+    address, index, _, _ = found
+    host, port = distributed.split_address(address)
+    listen = distributed.listening_at(distributed.own_address(address)) if index == 0 else (host, port)
+    # Each restart of the processes uses it, so all launchers must know it.
+    token = distributed.job_token(None, insecure=False, host=listen[0])
+    settings = {name: repr(getattr(job, name)) for name in _SHARED} | {"version": VERSION}
+    place = Place(host, port, listen, index, hosts, token, settings)
+    return Leader(place, plan) if index == 0 else Follower(place)
 
 
 class _Kept:
@@ -135,30 +164,41 @@ class _Kept:
         self._standby = bool(trains and job.restarts and job.standby) and job.program == _ZEROJAX
         self._files: list[int] = []
         self._waiting: list[tuple[Task, Standby]] = []
+        self._waits_for: Start | None = None
 
-    def stand_by(self, nodes: int) -> None:
-        """Start processes that wait for the next start."""
-        tasks = self._new(nodes) if self._standby and nodes else []
+    def ports(self) -> tuple[int, int]:
+        """Free ports of this host for rank 0 of the next start, and of the one after it."""
+        now, later = distributed.free_ports(2)
+        return now, later
+
+    def stand_by(self, start: Start | None) -> None:
+        """Start processes that wait for a start."""
+        tasks = self._new(start) if self._standby and start is not None else []
+        self._waits_for = start
         self._waiting = [
             (task, Standby(task.command, task.env, task.pass_fds, _STANDBY_AFTER)) for task in tasks
         ]
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether all processes that stand by can begin."""
+        return self._standby and all(process.waits for _, process in self._waiting)
 
     def prepare(self) -> None:
         """Let the processes that stand by do what they can while the job's processes end."""
         for _, process in self._waiting:
             process.prepare()
 
-    def tasks(self, nodes: int, restart: Mapping[str, str]) -> list[Task]:
-        """The tasks of a start: those that stand by, if all of them do."""
-        waiting = self._waiting if len(self._waiting) == nodes else []
-        if waiting and all(process.waits for _, process in waiting):
+    def tasks(self, start: Start, restart: Mapping[str, str]) -> list[Task]:
+        """The tasks of a start: those that stand by for it, if there are such."""
+        if self._waiting and start == self._waits_for:
+            begins = [(task, partial(process.begin, restart)) for task, process in self._waiting]
             self._waiting = []
-            begins = [(task, partial(process.begin, restart)) for task, process in waiting]
         else:
-            if waiting:
+            if self._waiting and not self.stands_by:
                 logger.warning("a process that stood by has ended: starting new ones")
             self._end_standby()
-            begins = [(task, task.standby) for task in self._new(nodes)]
+            begins = [(task, task.standby) for task in self._new(start)]
         return [replace(task, env={**task.env, **restart}, standby=begin) for task, begin in begins]
 
     @cached_property
@@ -166,23 +206,28 @@ class _Kept:
         """The limit of locked memory. A later start would find less that is free: the job before has it."""
         return limit_variable(self._job.nodes * self._job.devices_per_node)
 
-    def _new(self, nodes: int) -> list[Task]:
+    def _new(self, start: Start) -> list[Task]:
         """The tasks of a new job."""
-        job = self._job
+        job, nodes = self._job, start.count
         for file in self._files[nodes:]:
             os.close(file)
         missing = (nodes - len(self._files)) * self._snapshots
         self._files = self._files[:nodes] + [snapshot_memory.create() for _ in range(missing)]
+        if not nodes:
+            return []
         shares = separate_nodes(share_devices(nodes, job.devices_per_node, job.platform))
-        coordinator = f"127.0.0.1:{free_port()}"
         # Passed in the environment: other users can read a command line.
         # Receivers beside engines know a token that the user has set.
-        token = os.environ.get(VARIABLE, "").strip() or new_token()
-        shared = {VARIABLE: token} | self._limit
+        token = os.environ.get(VARIABLE, "").strip() or (new_token() if nodes == start.size else "")
+        shared = ({VARIABLE: token} if token else {}) | self._limit
+        if bind := os.environ.get(distributed.BIND_VARIABLE):  # of the launcher
+            host, port = bind.rpartition(":")[0], start.coordinator.rpartition(":")[2]
+            shared[distributed.BIND_VARIABLE] = f"{host}:{port}"
         tasks = []
-        for rank, share in enumerate(shares):
-            command, more = _command(job, coordinator, rank, nodes)
-            files = tuple(self._files[rank : rank + 1])
+        for number, share in enumerate(shares):
+            rank = start.first + number
+            command, more = _command(job, start.coordinator, rank, start.size)
+            files = tuple(self._files[number : number + 1])
             if files:
                 more[snapshot_memory.VARIABLE] = f"{files[0]} {job.snapshot_seconds}"
             env = {**_HUGE_PAGES, **os.environ, **share, **shared, **more}
@@ -208,7 +253,7 @@ def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[st
     place = coordinator, str(rank), str(nodes)
     if is_program(first):
         # Python buffers its output to a pipe.
-        variables = dict(zip(VARIABLES, place, strict=True)) | {"PYTHONUNBUFFERED": "1"}
+        variables = dict(zip(distributed.VARIABLES, place, strict=True)) | {"PYTHONUNBUFFERED": "1"}
         return [sys.executable, first, *options], variables
     if first in _ON_CONFIG and options:
         command = [first, options.pop(0)]
@@ -235,10 +280,10 @@ def parse(arguments: Sequence[str]) -> Job:
     parser = argparse.ArgumentParser(
         prog="zerojax launch",
         description="Start `zerojax train CONFIG ...`, or a Python program of your own, in several processes "
-        "on this machine.",
+        "on this machine, or on several hosts with a launcher on each.",
     )
     add = parser.add_argument
-    add("--nodes", type=int, required=True, help="processes to start; each is a node of the mesh")
+    add("--nodes", type=int, required=True, help="processes of each host; each is a node of the mesh")
     add("--devices-per-node", type=int, required=True, help="GPUs, or emulated CPU devices, of each process")
     add("--platform", choices=get_args(Platform), default=Job.platform, help="default: GPUs if there are any")
     numbers = {
@@ -250,6 +295,11 @@ def parse(arguments: Sequence[str]) -> Job:
             "seconds of work that a restart may repeat: so often the state is copied to this machine's "
             "memory; 0 restarts from checkpoints (default: %(default)s)",
         ),
+    }
+    numbers |= {
+        "coordinator": (str, "HOST:PORT of the launcher of host 0, if there are several hosts"),
+        "host": (int, "index of this host, from 0"),
+        "hosts": (int, "their number; without these three the environment or a scheduler may name them"),
     }
     for name, (kind, text) in numbers.items():
         add(f"--{name.replace('_', '-')}", type=kind, default=getattr(Job, name), help=text)

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError, JobError, RunError, error_line
@@ -34,6 +34,9 @@ _MAX_FOLDER_LENGTH = 70
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 """The variables that describe a job to its processes, like the first three arguments of ``joined``."""
+
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+"""The variable with the address:port at which process 0 listens, if it is not the coordinator's address."""
 
 _UNREACHABLE = "which no other host can reach (Debian's /etc/hosts does that)"
 
@@ -109,7 +112,7 @@ def joined(
             open files is too low. Or tokens or facts differ.
         JobError: process 0 cannot listen, or the others did not join in time.
     """
-    found = _given(coordinator, process_id, num_processes) or _detected()
+    found = find_job(coordinator, process_id, num_processes)
     if here := visible_gpus():
         own = len(found[3] if found and found[3] else here)
         os.environ.update(limit_variable(min(own, devices or own) * (_tasks_of_a_scheduler() or 1)))
@@ -117,14 +120,14 @@ def joined(
         yield None
         return
     address, rank, size, gpus = found
-    host, port = _split(address)
+    host, port = split_address(address)
     listen = None
     if rank == 0:
-        interface, port = _split(bind_address or _own_address(address))
+        listen, port = listening_at(bind_address or own_address(address))
         # "All interfaces" is an address to listen on, not one to connect to.
-        host, listen = ("localhost", None) if interface == "::" else (interface, interface)
-    remember_coordinator(_split(address)[0] if listen is None else host)
-    token = _token(token, insecure, None if rank == 0 and listen is None else host)
+        host = listen or "localhost"
+    remember_coordinator(split_address(address)[0] if listen is None else host)
+    token = job_token(token, insecure, None if rank == 0 and listen is None else host)
     # The folder is needed until all are connected. JAX's client never reconnects, because its connection
     # never ends.
     with _private_folder() as folder:
@@ -197,7 +200,7 @@ def _leave(others: Peers) -> None:
     others.close()
 
 
-def _token(given: str | None, insecure: bool, host: str | None) -> str:
+def job_token(given: str | None, insecure: bool, host: str | None) -> str:
     """The job's token; empty if none is set and none is needed.
 
     ``given`` is the program's token; None reads the environment. ``host`` is the interface on which rank 0
@@ -245,11 +248,33 @@ def _private_folder() -> Generator[Path]:
         yield Path(folder)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that was free at the time of the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """TCP ports of this host that were free at the time of the call."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def find_job(
+    coordinator: str | None, process_id: int | None, num_processes: int | None
+) -> tuple[str, int, int, list[int] | None] | None:
+    """The job that the arguments, the environment or a scheduler describe; None if none of them does.
+
+    Returns:
+        The coordinator, this process's index, the number of processes, and its GPUs (None: JAX's choice).
+
+    Raises:
+        ConfigurationError: the description is incomplete or out of range.
+    """
+    return _given(coordinator, process_id, num_processes) or _detected()
+
+
+def listening_at(address: str) -> tuple[str | None, int]:
+    """The interface and port of an address to listen on; None for all interfaces."""
+    interface, port = split_address(address)
+    return (None if interface == "::" else interface), port
 
 
 def _given(
@@ -271,7 +296,7 @@ def _given(
         raise ConfigurationError(f"process {index!r} of {count!r}: both must be whole numbers") from None
     if not 0 <= place < size:
         raise ConfigurationError(f"process {place} of {size}: processes are 0 to {size - 1}")
-    _split(str(address))
+    split_address(str(address))
     return str(address), place, size, None
 
 
@@ -301,7 +326,7 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
     return address, rank, size, list(gpus) if gpus else None
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Split "host:port"; an IPv6 address is in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -309,9 +334,9 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _own_address(coordinator: str) -> str:
+def own_address(coordinator: str) -> str:
     """The default address for process 0 to listen on, which is the address that the others connect to."""
-    if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+    if chosen := os.environ.get(BIND_VARIABLE):
         return chosen
     host, _, port = coordinator.rpartition(":")
     try:
@@ -337,7 +362,7 @@ def _explained(error: BaseException, coordinator: str) -> BaseException:
     loopback address, the others' connections are refused.
     """
     found = re.search(r"Gloo context .* remote=\[(127\.[\d.]+|::1)\]", str(error), re.DOTALL)
-    if found is None or _only_this_host(_split(coordinator)[0]):
+    if found is None or _only_this_host(split_address(coordinator)[0]):
         return error
     return ConfigurationError(
         f"on its own host the name of a host means {found[1]}, {_UNREACHABLE}: in each host's /etc/hosts, "

@@ -31,6 +31,12 @@ _LOOK_EVERY = 0.05
 _PIECE = 64 << 10
 
 
+Events = queue.SimpleQueue[tuple[str, int]]
+"""What a supervisor reacts to: ("signal", number), ("killed", index), ("end", index), and ("lost", 0) for a
+failure on another host. A signal handler may put to a SimpleQueue, not to a Queue.
+"""
+
+
 @dataclass(frozen=True)
 class Task:
     """One process to run."""
@@ -98,6 +104,7 @@ class Supervisor:
         follows: exit code of a task that ended because another had failed.
         started: called once all processes have been started.
         lost: called once a process has failed, before all have ended.
+        events: to which another thread may put ("lost", 0).
     """
 
     tasks: Sequence[Task]
@@ -108,11 +115,9 @@ class Supervisor:
     follows: int | None = None
     started: Callable[[], None] = lambda: None
     lost: Callable[[], None] = lambda: None
+    events: Events = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        # ("signal", number), ("killed", index) or ("end", index). A signal handler may put to a SimpleQueue,
-        # not to a Queue.
-        self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._told: set[int] = set()
         self._failed: set[int] = set()
@@ -185,6 +190,9 @@ class Supervisor:
             elif kind == "signal":
                 self._signals.append(value)
                 self._tell(running, value, limited=len(self._signals) > 1)
+            elif kind == "lost":
+                self._note_loss()
+                self._tell(running, signal.SIGTERM, limited=True)
             elif kind == "timeout":
                 late = [self.tasks[i].name for i in sorted(running)]
                 self._tell(running, signal.SIGTERM, limited=True)
@@ -200,9 +208,7 @@ class Supervisor:
         if code in self.good or failed in self._failed:
             return
         self._failed.add(failed)
-        if self._lost is None:
-            self._lost = time.monotonic()
-            self.lost()
+        self._note_loss()
         if failed in self._told:
             return
         if code == self.follows:
@@ -212,11 +218,16 @@ class Supervisor:
             logger.warning(f"{self.tasks[failed].name} ended with {describe(code)}{then}")
         self._tell(others, signal.SIGTERM, limited=True)
 
+    def _note_loss(self) -> None:
+        if self._lost is None:
+            self._lost = time.monotonic()
+            self.lost()
+
     def _next_event(self, limit: float | None) -> tuple[str, int]:
         times = [t for t in (self._deadline, limit) if t is not None]
         try:
             wait = max(0.0, min(times) - time.monotonic()) if times else None
-            return self._events.get(timeout=wait)
+            return self.events.get(timeout=wait)
         except queue.Empty:
             return ("kill" if min(times) == self._deadline else "timeout"), 0
 
@@ -238,9 +249,9 @@ class Supervisor:
             while (killer := _killed_by(pid)) is None:
                 time.sleep(_LOOK_EVERY)
             if killer:
-                self._events.put(("killed", index))
+                self.events.put(("killed", index))
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        self._events.put(("end", index))
+        self.events.put(("end", index))
 
     def _copy(self, index: int) -> None:
         """Copy a task's output until it ends, in a separate thread."""
@@ -268,8 +279,7 @@ class Supervisor:
             return
         numbers = signal.SIGTERM, signal.SIGINT
         before = [
-            signal.signal(number, lambda number, _: self._events.put(("signal", number)))
-            for number in numbers
+            signal.signal(number, lambda number, _: self.events.put(("signal", number))) for number in numbers
         ]
         try:
             yield

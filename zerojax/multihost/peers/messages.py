@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -16,6 +17,9 @@ SHORT, LONG = 200, 2000
 
 # Seconds for sending buffered data when a connection is closed.
 _LINGER = 1.0
+
+# Silence before a probe, seconds between probes, how many; and milliseconds for sent data to arrive.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 # Kind of frame, length of the payload in bytes.
 _HEADER = struct.Struct(">BI")
@@ -61,6 +65,20 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+
+    @property
+    def address(self) -> str:
+        """The other end's address, in brackets if it has colons."""
+        host = str(self._writer.get_extra_info("peername")[0])
+        return f"[{host}]" if ":" in host else host
+
+    def keep_alive(self) -> None:
+        """Let the system end the connection if the other host has not answered for half a minute."""
+        held: socket.socket = self._writer.get_extra_info("socket")
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, seconds in _KEEP_ALIVE.items():
+            if hasattr(socket, name):  # macOS lacks the last one
+                held.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
 
     def send(self, say: str, **more: Any) -> None:
         """Send a message without waiting: a process that does not read must not delay the others.

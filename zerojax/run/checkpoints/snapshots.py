@@ -15,7 +15,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, UInt8
 
 from zerojax.comm.gather import gather_from_all
@@ -30,8 +31,8 @@ from zerojax.run.checkpoints.store import fit_beside_training
 from zerojax.sharding.cuda_driver import copy_to_host, page_locked
 from zerojax.sharding.host_memory import memory_limits, shortage
 from zerojax.sharding.layout import from_stored, to_stored
-from zerojax.sharding.memory import in_host
-from zerojax.sharding.mesh import on_gpus
+from zerojax.sharding.memory import in_host, to_device
+from zerojax.sharding.mesh import NODE, node_leaders, on_gpus
 from zerojax.train.state import TrainState, check_there
 from zerojax.validation.untrusted import dump_checked
 
@@ -44,29 +45,37 @@ class Snapshot(Manifest):
     """A snapshot to resume from: the manifest of this process's part, and the part itself.
 
     ``files`` has an entry for each array and index, instead of a checkpoint's files.
+
+    Attributes:
+        generation: this process's part.
+        source: the node whose parts go to all others, because one lacks its own; None if none does.
+        lacks: whether this process lacks its part.
     """
 
     generation: Generation = field(kw_only=True, compare=False)
+    source: int | None = field(default=None, kw_only=True)
+    lacks: bool = field(default=False, kw_only=True)
 
     def restore(self, state: TrainState) -> TrainState:
         """The snapshot's arrays in a state; ``state``, filled or abstract, gives the spec.
 
-        On another number of nodes, error feedback begins with zeros.
+        On another number of nodes, and if a node has no snapshot, error feedback begins with zeros.
 
         Raises:
             RunError: the arrays have other sizes.
         """
-        held = self.generation.arrays(self.files)
+        held = {} if self.lacks else self.generation.arrays(self.files)
         other_nodes = self.record.mesh[0] != state.spec.world.nodes
         entries = {
             name: entry
             for name, entry in entries_of(state).items()
-            if not (other_nodes and name.startswith("residual/"))
+            if not ((other_nodes or self.source is not None) and name.startswith("residual/"))
         }
-        placed = {
-            name: _placed(entry.x, _parts(entry, name, held, other_nodes=other_nodes))
-            for name, entry in entries.items()
-        }
+        placed = dict[str, Array]()
+        for name, entry in entries.items():
+            parts = _zeros(entry.x) if self.lacks else _parts(entry, name, held, other_nodes=other_nodes)
+            x = _placed(entry.x, parts)
+            placed[name] = x if self.source is None else _of_node(x, self.source)
         return jax.block_until_ready(with_stored(state, placed))
 
 
@@ -120,19 +129,32 @@ class Snapshots:
         self._refresh()
         now = _settings(config)
         mine = {
-            one.step: (number, one)
-            for number, generation in enumerate(self._memory.generations)
+            one.step: one
+            for generation in self._memory.generations
             if (one := _read(generation)) is not None
             and _settings(one.record.config) == now
             and (at_least is None or one.step >= at_least)
         }
-        common = set[int].intersection(*map(set, gather_from_all([*mine])))
-        for step in sorted(common, reverse=True):
-            number, found = mine[step]
-            if all(gather_from_all(self._is_intact(found))):
-                self._next = 1 - number
-                return found
+        steps = [{*some} for some in gather_from_all([*mine])]
+        leaders = node_leaders(self._mesh)
+        one_has_all = now["zero"].get("state_spread") == "node" and len({*leaders}) == len(steps)
+        for step in sorted(set.union(*steps) if one_has_all else set.intersection(*steps), reverse=True):
+            intact = gather_from_all(step in mine and self._is_intact(mine[step]))
+            if all(intact) or (one_has_all and any(intact)):
+                return self._chosen(mine.get(step), intact, leaders)
         return None
+
+    def _chosen(self, own: Snapshot | None, intact: list[bool], leaders: list[int]) -> Snapshot:
+        """A snapshot that some processes have intact; the others get what the first of them has."""
+        first, second = self._memory.generations
+        generation = second if own is None else own.generation
+        self._next = 1 if generation is first else 0
+        if own is not None and all(intact):
+            return own
+        source, rank = intact.index(True), jax.process_index()
+        text = gather_from_all(generation.text() if rank == source else None)[source]
+        more = {"source": leaders.index(source), "lacks": not intact[rank]}
+        return Snapshot(**vars(parse_manifest(text)), generation=generation, **more)
 
     def check(self) -> None:
         """Look whether the newest snapshot is intact, so that ``choose`` knows it at once.
@@ -330,6 +352,26 @@ def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nod
     if len(parts) != len(names) or any(part.nbytes != _shard_bytes(x) for part in parts):
         raise RunError(f"the snapshot in memory has no {name} of this run's size: launch the run again")
     return parts
+
+
+def _zeros(x: Array) -> list[np.ndarray]:
+    """Zeros in place of this process's parts of an array."""
+    return [np.zeros(_shard_bytes(x) // x.dtype.itemsize, x.dtype) for _ in _indices(x)]
+
+
+def _of_node(x: Array, source: int) -> Array:
+    """An array that each node holds whole, as one node has it; bit for bit, in the memory where it was."""
+    assert isinstance(x.sharding, NamedSharding)
+    mesh, spec = x.sharding.mesh, x.sharding.spec
+
+    def of_source(own: Array) -> Array:
+        # NCCL sums bytes, and neither NaN nor -0.0 changes.
+        bits = lax.bitcast_convert_type(own, jnp.uint8) if own.dtype != bool else own.astype(jnp.uint8)
+        bits = lax.psum(jnp.where(lax.axis_index(NODE) == source, bits, 0), NODE)
+        return lax.bitcast_convert_type(bits, own.dtype) if own.dtype != bool else bits.astype(bool)
+
+    move = jax.shard_map(of_source, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.device_put(jax.jit(move)(to_device(x)), x.sharding)
 
 
 def _placed(like: Array, parts: Sequence[np.ndarray]) -> Array:

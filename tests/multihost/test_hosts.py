@@ -1,0 +1,202 @@
+"""zerojax.multihost.hosts: what the launchers of several hosts do next."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from zerojax.errors import ConfigurationError, JobError
+from zerojax.multihost import hosts
+from zerojax.multihost.distributed import free_ports
+from zerojax.multihost.hosts import Follower, Leader, Member, Order, Place, Plan, Report, Start, parsed
+from zerojax.multihost.supervisor import Outcome
+
+FRESH = Report((1, 2))
+
+
+def ended(*codes: int, first: int = 0, stopped: bool = False, stands_by: bool = False) -> Report:
+    """A report of a host's processes, which have these exit codes."""
+    outcomes = (Outcome(f"rank {first + number}", code, stopped) for number, code in enumerate(codes))
+    return Report((3, 4), tuple(outcomes), stands_by=stands_by)
+
+
+def starts(plan: Plan, *reports: Report) -> list[tuple[str, int, int, int]]:
+    members = {host: Member(f"host{host}", report) for host, report in enumerate(reports)}
+    orders = plan.orders(members)
+    return [
+        (one.start.coordinator, one.start.first, one.start.count, one.start.size) for one in orders.values()
+    ]
+
+
+def test_each_host_starts_its_ranks():
+    plan = Plan(hosts=3, nodes=2, restarts=0)
+    assert plan.awaited({0, 2}) == [1]
+    assert starts(plan, FRESH, FRESH, FRESH) == [("host0:1", first, 2, 6) for first in (0, 2, 4)]
+
+
+def test_processes_that_stand_by_begin_if_all_hosts_have_them():
+    plan = Plan(2, 1, restarts=2)
+    starts(plan, FRESH, FRESH)
+    assert plan.after({0: ended(4, stopped=True), 1: ended(137, first=1)}) is None
+    stand = ended(4, stands_by=True)
+    assert starts(plan, stand, stand)[0][0] == "host0:2"
+    assert plan.after({0: ended(1), 1: ended(4, first=1)}) is None
+    assert starts(plan, stand, ended(4))[0][0] == "host0:3"
+
+
+def test_the_last_start_has_none_after_it():
+    plan = Plan(1, 1, restarts=1)
+    members = {0: Member("host0", FRESH)}
+    assert plan.orders(members)[0].following == Start("host0:2", 0, 1, 1)
+    assert plan.after({0: ended(1)}) is None
+    order = plan.orders(members)[0]
+    assert (order.lost, order.following) == ("rank 0", None)
+    assert plan.after({0: ended(5)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("reports", "code"),
+    [
+        ({0: ended(0), 1: ended(0)}, 0),
+        ({0: ended(75), 1: ended(75)}, 75),
+        ({0: ended(4, stopped=True), 1: ended(2)}, 2),
+        ({0: replace(ended(143), signals=(15,)), 1: ended(143)}, 143),
+        ({0: ended(0)}, 0),  # the launcher of host 1 went away after its processes had ended well
+    ],
+)
+def test_the_job_ends(reports: dict[int, Report], code: int):
+    plan = Plan(2, 1, restarts=3)
+    starts(plan, FRESH, FRESH)
+    assert plan.after(reports) == code
+
+
+def test_a_lost_host_is_awaited_or_left_out_and_may_come_back():
+    lost = {0: ended(4, stopped=True), 2: ended(4, first=2, stopped=True)}
+    plan = Plan(3, 1, restarts=2)
+    starts(plan, FRESH, FRESH, FRESH)
+    assert plan.after(lost) is None
+    assert plan.awaited({0, 2}) == [1]
+
+    plan = Plan(3, 1, restarts=2, min_nodes=1)
+    starts(plan, FRESH, FRESH, FRESH)
+    assert plan.after(lost) is None
+    assert plan.awaited({0, 2}) == []
+    orders = plan.orders({host: Member(f"host{host}", ended(4)) for host in (0, 2)})
+    assert [(one.start.first, one.start.count, one.start.size) for one in orders.values()] == [
+        (0, 1, 2),
+        (1, 1, 2),
+    ]
+    assert orders[0].lost == "host 1"
+    assert plan.after({0: ended(1), 2: ended(4, first=1, stopped=True)}) is None
+    assert starts(plan, ended(1), FRESH, ended(4)) == [
+        ("host1:1", 0, 0, 2),
+        ("host1:1", 0, 1, 2),
+        ("host1:1", 1, 1, 2),
+    ]
+
+
+def test_as_many_failed_nodes_go_on_as_are_needed():
+    plan = Plan(2, 2, restarts=1, min_nodes=3)
+    starts(plan, FRESH, FRESH)
+    assert plan.after({0: ended(1, 1), 1: ended(4, 1, first=2)}) is None
+    assert sum(count for _, _, count, _ in starts(plan, ended(1, 1), ended(4, 1))) == 3
+
+
+def test_messages_that_are_no_reports_are_refused():
+    report = ended(137, 4)
+    assert parsed(Report, {**asdict(report)}) == report
+    order = Order(Start("a:1", 0, 1, 2), None, "host 1")
+    assert parsed(Order, asdict(order)) == order
+    for wrong in (None, [], {}, {"ports": [1]}, {"ports": ["a", 2]}, asdict(report) | {"more": 1}):
+        assert parsed(Report, wrong) is None
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Any]]:
+    """Makes launchers that meet at one address; and closes them."""
+    port, made = free_ports(1)[0], list[Leader | Follower]()
+
+    def make(index: int, plan: Plan | None = None, **more: Any) -> Leader | Follower:
+        standard = {"token": "0123456789abcdef", "settings": {"nodes": "1"}, "join_timeout": 20.0}
+        place = Place("127.0.0.1", port, ("127.0.0.1", port), index, 2, **(standard | more))
+        made.append(Leader(place, plan or Plan(2, 1, 3)) if index == 0 else Follower(place))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def all_next(*steps: tuple[Leader | Follower, Report]) -> list[Future[Order | int]]:
+    with ThreadPoolExecutor(len(steps)) as threads:
+        return [threads.submit(launcher.next, report) for launcher, report in steps]
+
+
+def test_two_launchers_start_restart_and_end_together(meet: Callable[..., Any]):
+    leader, follower = meet(0), meet(1)
+    first, second = (done.result() for done in all_next((leader, FRESH), (follower, FRESH)))
+    assert (first.start.first, second.start.first) == (0, 1)
+    assert first.start.coordinator == second.start.coordinator == "127.0.0.1:1"
+    failed = threading.Thread(target=follower.next, args=(ended(137, first=1),))
+    failed.start()
+    assert leader.events.get(timeout=10) == ("lost", 0), "the other host's processes end, even if they hang"
+    assert leader.next(ended(143, stopped=True)).lost == "rank 1"
+    failed.join()
+    codes = [done.result() for done in all_next((leader, ended(75)), (follower, ended(75, first=1)))]
+    assert codes == [75, 75]
+
+
+def test_a_failure_here_ends_the_others(meet: Callable[..., Any]):
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    with pytest.raises(Empty):
+        follower.events.get(timeout=0.05)
+    waits = threading.Thread(target=leader.next, args=(ended(1),))
+    waits.start()
+    assert follower.events.get(timeout=10) == ("lost", 0)
+    assert follower.next(ended(143, first=1, stopped=True)).lost == "rank 0"
+    waits.join()
+
+
+def test_another_launcher_takes_the_place_of_a_lost_one(meet: Callable[..., Any]):
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    follower.close()
+    first, second = (done.result() for done in all_next((leader, ended(4)), (meet(1), FRESH)))
+    assert first.lost == second.lost == "host 1"
+    assert (first.start.size, second.start.first) == (2, 1)
+
+
+def test_another_leader_continues_the_job(meet: Callable[..., Any]):
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(follower.next, ended(4, first=1))
+        leader._loop.call_soon_threadsafe(leader._listener.close)
+        for one in leader._others.values():
+            leader._loop.call_soon_threadsafe(one.connection._writer.transport.abort)
+        order = meet(0).next(FRESH)
+        assert order.lost == waits.result().lost == "host 0"
+
+
+def test_launchers_that_do_not_fit_are_refused(meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hosts, "_OLD_LEADER", 0.1)
+    meet(0, settings={"nodes": "2"})
+    with pytest.raises(ConfigurationError, match="host 1 was started with nodes 1, host 0 with 2"):
+        meet(1).next(FRESH)
+    with pytest.raises(ConfigurationError, match="does not know this launcher's token"):
+        meet(1, token="another token of 16").next(FRESH)
+
+
+def test_who_does_not_come_is_named(meet: Callable[..., Any]):
+    with pytest.raises(JobError, match=r"host 1 of 2 did not join within 0\.1 s"):
+        meet(0, join_timeout=0.1).next(FRESH)
+
+
+def test_a_leader_that_is_not_there_is_named(meet: Callable[..., Any]):
+    with pytest.raises(JobError, match=r"the launcher of host 0 did not admit this host .* within 0\.1 s"):
+        meet(1, join_timeout=0.1).next(FRESH)

@@ -1,0 +1,499 @@
+"""The launchers of a job on several hosts: one on each, which start the job's processes together.
+
+Every launcher has a connection to that of host 0, the leader, which is authenticated as the processes' own
+are. The leader tells each host which ranks to start. When they have ended, every host reports how, and the
+leader decides: the job is done, or starts again. A host whose connection breaks is lost with its processes. A
+launcher with its index may join at any later time. If the leader is lost, the others keep their memory and
+wait for a new one.
+"""
+
+import asyncio
+import random
+import threading
+from collections.abc import Collection, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import dacite
+
+from zerojax.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, NO_RESTART, ConfigurationError, JobError
+from zerojax.log import logger
+from zerojax.multihost.peers.handshake import VARIABLE, introduce
+from zerojax.multihost.peers.listener import Listener
+from zerojax.multihost.peers.messages import SHORT, Connection, Message, printable
+from zerojax.multihost.supervisor import Events, Outcome, Result
+
+# Seconds that a host may take to connect again and report, after its connection broke.
+_BROKEN = 5.0
+# Seconds for which the leader of an older job, with another token, may still hold the address.
+_OLD_LEADER = 5.0
+# Seconds for one attempt to reach the leader, whose host may be starting.
+_ATTEMPT = 5.0
+# Seconds between looks at what has arrived.
+_LOOK_EVERY = 0.02
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the job's processes, for one host.
+
+    Attributes:
+        coordinator: "host:port" of rank 0.
+        first: the rank of the host's first process.
+        count: processes of the host; 0 if the job goes on without it.
+        size: processes of all hosts.
+    """
+
+    coordinator: str
+    first: int
+    count: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a host does next: a start, and the one after it, for processes that stand by.
+
+    Attributes:
+        start: now.
+        following: after a failure; None if the job is not restarted.
+        lost: which processes or hosts the start before has lost; "" at the first start.
+    """
+
+    start: Start
+    following: Start | None
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a start ended on one host, and what the host has for the next one.
+
+    Attributes:
+        outcomes: of its processes.
+        signals: that its launcher got.
+        stands_by: whether all of its processes that stand by can begin.
+        ports: two that are free, for rank 0 of the next start and of the one after it.
+    """
+
+    ports: tuple[int, int]
+    outcomes: tuple[Outcome, ...] = ()
+    signals: tuple[int, ...] = ()
+    stands_by: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the other hosts' processes cannot go on."""
+        return any(one.code not in (EXIT_OK, EXIT_STOPPED) for one in self.outcomes)
+
+
+def parsed[T](kind: type[T], message: Any) -> T | None:
+    """A received message as an object; None if it is invalid."""
+    try:
+        return dacite.from_dict(kind, message, dacite.Config(cast=[tuple], strict=True))
+    except (dacite.DaciteError, AttributeError, TypeError):
+        return None
+
+
+class Launchers(Protocol):
+    """The launchers of a job, as one of them sees them.
+
+    Attributes:
+        events: for the ``Supervisor`` of the start that ``next`` has returned.
+    """
+
+    events: Events
+
+    def next(self, report: Report) -> Order | int:
+        """What this host does next, or the job's exit code.
+
+        Args:
+            report: how the start before ended here.
+
+        Raises:
+            ConfigurationError: the launchers do not fit each other.
+            JobError: not all hosts came in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host that is here: the address at which the others reach it, and its last report."""
+
+    address: str
+    report: Report
+
+
+class Plan:
+    """What a job does next, from the reports of its hosts.
+
+    Args:
+        hosts: their number.
+        nodes: processes of each.
+        restarts: how often the job may start again.
+        min_nodes: the fewest processes to go on with after a failure; None if all are needed.
+    """
+
+    def __init__(self, hosts: int, nodes: int, restarts: int, min_nodes: int | None = None) -> None:
+        self._all, self._nodes, self._left, self._least = hosts * nodes, nodes, restarts, min_nodes
+        self._counts = dict.fromkeys(range(hosts), nodes)
+        self._gone: set[int] = set()  # hosts that were lost and have not come back
+        self._following: dict[int, Start] = {}
+        self._lost = ""
+
+    def after(self, reports: Mapping[int, Report]) -> int | None:
+        """The job's exit code if it ends now, else None. A host without a report is lost."""
+        outcomes = [one for _, report in sorted(reports.items()) for one in report.outcomes]
+        signals = [number for report in reports.values() for number in report.signals]
+        result = Result(tuple(outcomes), tuple(signals))
+        if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or signals or not self._left:
+            return result.code
+        self._left -= 1
+        gone = {host for host, count in self._counts.items() if count} - reports.keys()
+        # Their loss is why the others ended.
+        failed = tuple(f"host {host}" for host in sorted(gone)) or result.failed
+        self._gone |= gone
+        self._lost = printable(", ".join(failed) or "a process", SHORT)
+        if self._least is not None:
+            self._leave_out({*failed}, self._least)
+        now = sum(self._counts.values())
+        logger.warning(f"restarting with {now} of {self._all} nodes; {self._left} restarts left")
+        return None
+
+    def continue_after(self, lost: str) -> None:
+        """Let the first start continue a job whose leader was lost."""
+        self._lost = lost
+
+    def _leave_out(self, failed: Collection[str], least: int) -> None:
+        """Go on without what has failed, but with at least so many nodes."""
+        before, rank = dict(self._counts), 0
+        for host, count in before.items():
+            ranks = {f"rank {rank + number}" for number in range(count)}
+            self._counts[host] = 0 if f"host {host}" in failed else len(ranks - {*failed})
+            rank += count
+        missing = least - sum(self._counts.values())
+        for host, count in before.items():
+            back = min(max(missing, 0), count - self._counts[host])
+            self._counts[host] += back
+            missing -= back
+        if self._counts != before:
+            self._following = {}
+
+    def awaited(self, here: Collection[int]) -> list[int]:
+        """The hosts without which the job does not start."""
+        return [host for host, count in self._counts.items() if count and host not in here]
+
+    def orders(self, members: Mapping[int, Member]) -> dict[int, Order]:
+        """What each host that is here does next."""
+        for host in self._gone & members.keys():
+            self._counts[host] = self._nodes
+            self._gone.discard(host)
+        first = next(members[host] for host, count in self._counts.items() if count)
+        now, later = (f"{first.address}:{port}" for port in first.report.ports)
+        starts = self._following if all(one.report.stands_by for one in members.values()) else {}
+        starts = starts or self._starts(now)
+        self._following = self._starts(later) if self._left else {}
+        return {host: Order(starts[host], self._following.get(host), self._lost) for host in members}
+
+    def _starts(self, coordinator: str) -> dict[int, Start]:
+        size, first, starts = sum(self._counts.values()), 0, dict[int, Start]()
+        for host, count in self._counts.items():
+            starts[host] = Start(coordinator, first, count, size)
+            first += count
+        return starts
+
+
+class Alone:
+    """The launcher of a job on one host."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.events: Events = SimpleQueue()
+        self._plan, self._begun = plan, False
+
+    def next(self, report: Report) -> Order | int:
+        """What this host does next, or the job's exit code."""
+        if self._begun and (code := self._plan.after({0: report})) is not None:
+            return code
+        self._begun, self.events = True, SimpleQueue()
+        return self._plan.orders({0: Member("127.0.0.1", report)})[0]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the launchers of a job on several hosts meet.
+
+    Attributes:
+        host: of the leader, as the others reach it.
+        port: of the leader.
+        listen: the address and port at which the leader listens; None for all addresses.
+        index: of this host.
+        hosts: their number.
+        token: of the job; empty if none is needed.
+        settings: what must be the same on all hosts, by name.
+        join_timeout: seconds to wait for all hosts, or for a new leader.
+    """
+
+    host: str
+    port: int
+    listen: tuple[str | None, int]
+    index: int
+    hosts: int
+    token: str
+    settings: Mapping[str, str]
+    join_timeout: float = 300.0
+
+
+class _Served:
+    """Connections that another thread serves."""
+
+    def __init__(self, place: Place) -> None:
+        self.events: Events = SimpleQueue()
+        self._place = place
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="zerojax hosts", daemon=True)
+        self._thread.start()
+
+    def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _close(self) -> None:
+        """Close the connections."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self._loop.is_closed():
+            return
+        self._do(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@dataclass
+class _Other:
+    """Another host that is here, in the leader."""
+
+    connection: Connection
+    report: Report
+    ended: bool  # whether the report is of the last start
+    begun: bool = False  # whether this connection had its order
+
+
+class Leader(_Served):
+    """The launcher of host 0, which decides.
+
+    Raises:
+        JobError: it cannot listen.
+    """
+
+    def __init__(self, place: Place, plan: Plan) -> None:
+        super().__init__(place)
+        self._plan = plan
+        self._others: dict[int, _Other] = {}
+        self._began: set[int] = set()  # the hosts of the last start
+        self._listener = Listener(place.token, self._serve)
+        try:
+            self._do(self._open())
+        except OSError as error:
+            self.close()
+            raise JobError(
+                f"cannot listen at {place.listen[0] or 'any address'}, port {place.listen[1]} "
+                f"({error.strerror or error}): choose another port for the coordinator"
+            ) from error
+
+    async def _open(self) -> None:
+        self._listener.open(*self._place.listen)
+
+    def next(self, report: Report) -> Order | int:
+        """What this host does next, or the job's exit code."""
+        return self._do(self._next(report))
+
+    async def _next(self, own: Report) -> Order | int:
+        if self._began and (code := self._plan.after({0: own, **await self._reports(own)})) is not None:
+            self._tell_all("exit", code=code)
+            return code
+        await self._wait_for_hosts()
+        if not self._began and any(one.ended for one in self._others.values()):
+            self._plan.continue_after("host 0")
+        members = {host: Member(one.connection.address, one.report) for host, one in self._others.items()}
+        orders = self._plan.orders({0: Member(self._place.host, own), **members})
+        self._began, self.events = {*orders}, SimpleQueue()
+        for host, one in self._others.items():
+            one.begun, one.ended = True, False
+            one.connection.send("begin", order=asdict(orders[host]))
+        return orders[0]
+
+    async def _reports(self, own: Report) -> dict[int, Report]:
+        """The reports of the other hosts, as far as they are not lost."""
+        if own.failed:
+            self._tell_all("end")
+        missing, broken = self._began - {0}, dict[int, float]()
+        while missing:
+            await asyncio.sleep(_LOOK_EVERY)
+            for host in [*missing]:
+                one, now = self._others.get(host), self._loop.time()
+                gone = one is None and now > broken.setdefault(host, now) + _BROKEN
+                if gone or (one is not None and (one.ended or not one.begun)):
+                    missing.discard(host)
+        return {host: one.report for host, one in self._others.items() if one.ended}
+
+    async def _wait_for_hosts(self) -> None:
+        limit, said = self._loop.time() + self._place.join_timeout, False
+        while absent := self._plan.awaited({0, *self._others}):
+            names = f"host{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+            if not said:
+                logger.warning(f"waiting for the launcher of {names}")
+                said = True
+            if self._loop.time() > limit:
+                raise JobError(
+                    f"{names} of {self._place.hosts} did not join within {self._place.join_timeout:g} s: is "
+                    f"`zerojax launch` started there, and can it reach {self._place.host}:{self._place.port}?"
+                )
+            await asyncio.sleep(_LOOK_EVERY)
+
+    async def _serve(self, connection: Connection, hello: Message) -> None:
+        """Serve the launcher of another host until its connection ends."""
+        match hello:
+            case {"say": "host", "host": int(host), "settings": dict(settings), "ended": bool(ended)}:
+                report = parsed(Report, hello.get("report"))
+            case _:
+                return
+        if report is None or not 0 < host < self._place.hosts:
+            connection.send("refused", why=f"host {host}: there are hosts 1 to {self._place.hosts - 1}")
+        elif why := self._difference(settings):
+            connection.send("refused", why=f"host {host} {why}")
+        elif host in self._others:  # or was here a moment ago, and its connection has broken unnoticed
+            connection.send("busy")
+        else:
+            self._others[host] = _Other(connection, report, ended)
+            connection.keep_alive()
+            await self._receive(self._others[host])
+            del self._others[host]
+
+    def _difference(self, theirs: Mapping[str, Any]) -> str:
+        own = self._place.settings
+        return "; ".join(
+            f"was started with {name} {printable(str(theirs.get(name)), SHORT)}, host 0 with {own[name]}"
+            for name in own
+            if theirs.get(name) != own[name]
+        )
+
+    async def _receive(self, other: _Other) -> None:
+        while isinstance(message := await other.connection.receive(), dict):
+            if (report := parsed(Report, message.get("report"))) is None:
+                return
+            other.report, other.ended = report, True
+            if report.failed:
+                self._tell_all("end")
+
+    def _tell_all(self, say: str, **more: Any) -> None:
+        """Tell all launchers; to this one an end is an event."""
+        if say == "end":
+            self.events.put(("lost", 0))
+        for one in self._others.values():
+            one.connection.send(say, **more)
+
+    async def _close(self) -> None:
+        self._listener.close()
+        self._tell_all("exit", code=EXIT_FAILED)  # unless they have their code already
+        for one in [*self._others.values()]:
+            await one.connection.close()
+
+
+class Follower(_Served):
+    """The launcher of another host."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._connection: Connection | None = None
+        self._inbox = asyncio.Queue[Message | None]()
+        self._begun = False
+
+    def next(self, report: Report) -> Order | int:
+        """What this host does next, or the job's exit code."""
+        return self._do(self._next(report))
+
+    async def _next(self, report: Report) -> Order | int:
+        limit = self._loop.time() + self._place.join_timeout
+        if self._connection is not None:
+            self._connection.send("report", report=asdict(report))
+        while True:
+            if self._connection is None:
+                self._connection = await self._join(report, limit)
+            match await self._inbox.get():
+                case {"say": "begin", "order": order} if found := parsed(Order, order):
+                    self._begun = True
+                    return found
+                case {"say": "exit", "code": int(code)}:
+                    return code
+                case {"say": "refused", "why": str(why)}:
+                    raise ConfigurationError(printable(why))
+                case {"say": "busy"}:
+                    await self._connection.close()
+                    await asyncio.sleep(1)
+                case _:  # the connection has ended
+                    logger.warning("the launcher of host 0 is lost; waiting for another")
+                    limit = self._loop.time() + self._place.join_timeout
+            self._connection = None
+
+    async def _join(self, report: Report, limit: float) -> Connection:
+        """Connect to the leader, once there is one."""
+        place = self._place
+        try:
+            async with asyncio.timeout_at(limit):
+                connection = await self._connect()
+        except TimeoutError:
+            raise JobError(
+                f"the launcher of host 0 did not admit this host at {place.host}:{place.port} within "
+                f"{place.join_timeout:g} s: is it started, can this host reach it, and has no other launcher "
+                f"the index {place.index}?"
+            ) from None
+        connection.keep_alive()
+        more = {"settings": dict(place.settings), "report": asdict(report)}
+        connection.send("host", host=place.index, ended=self._begun, **more)
+        self._inbox = asyncio.Queue()
+        self._reader = asyncio.ensure_future(self._read(connection, self._inbox))
+        return connection
+
+    async def _connect(self) -> Connection:
+        refused_since: float | None = None
+        while True:
+            with suppress(OSError):
+                async with asyncio.timeout(_ATTEMPT):
+                    streams = await asyncio.open_connection(self._place.host, self._place.port)
+                connection = Connection(*streams)
+                if await introduce(connection, self._place.token):
+                    return connection
+                await connection.close()
+                refused_since = refused_since or self._loop.time()
+                if self._loop.time() - refused_since > _OLD_LEADER:
+                    raise ConfigurationError(
+                        f"the server at {self._place.host}:{self._place.port} does not know this launcher's "
+                        f"token: the hosts of a job need the same {VARIABLE} (docs/clusters.md, Who can join)"
+                    )
+            await asyncio.sleep(random.uniform(0.1, 0.5))
+
+    async def _read(self, connection: Connection, inbox: "asyncio.Queue[Message | None]") -> None:
+        while isinstance(message := await connection.receive(), dict):
+            if message["say"] == "end":
+                self.events.put(("lost", 0))
+                continue
+            if message["say"] == "begin":
+                self.events = SimpleQueue()
+            inbox.put_nowait(message)
+        inbox.put_nowait(None)
+
+    async def _close(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
