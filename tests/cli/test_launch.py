@@ -13,7 +13,7 @@ import pytest
 
 from zerojax.cli import launch
 from zerojax.errors import ZeroError
-from zerojax.multihost.distributed import free_ports
+from zerojax.multihost.distributed import free_port
 from zerojax.sharding import host_memory
 
 pytestmark = pytest.mark.alone
@@ -104,7 +104,7 @@ def test_a_launcher_on_each_host_starts_its_part_of_a_job(capfd, monkeypatch):
         "print(*sys.argv[-6:], again.split(maxsplit=2)[2:], os.environ['ZEROJAX_JOB_TOKEN'])\n"
         "sys.exit(75) if again else sys.exit(9) if rank == 1 else time.sleep(600)"
     )
-    meeting = {"coordinator": f"127.0.0.1:{free_ports(1)[0]}", "hosts": 3, "restarts": 1}
+    meeting = {"coordinator": f"127.0.0.1:{free_port()}", "hosts": 3, "restarts": 1}
 
     def of_host(host):
         return launch.launch(job(program, nodes=1, host=host, **meeting))

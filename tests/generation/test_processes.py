@@ -9,12 +9,12 @@ from environment import ROOT, for_programs
 from generation_models import SMALL, create, prompts
 
 import zerojax
-from zerojax.multihost.distributed import free_ports
+from zerojax.multihost.distributed import free_port
 
 
 @pytest.mark.slow
 def test_two_processes_generate_the_tokens_of_one(tmp_path):
-    port, helpers = free_ports(1)[0], ROOT / "tests" / "helpers"
+    port, helpers = free_port(), ROOT / "tests" / "helpers"
     environment = for_programs() | {"PYTHONPATH": f"{ROOT}:{helpers}"}
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
     workers = [

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from queue import Empty
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from zerojax.errors import ConfigurationError, JobError
 from zerojax.multihost import hosts
-from zerojax.multihost.distributed import free_ports
+from zerojax.multihost.distributed import free_port
 from zerojax.multihost.hosts import Follower, Leader, Member, Order, Place, Plan, Report, Start, parsed
 from zerojax.multihost.supervisor import Outcome
 
@@ -118,10 +118,14 @@ def test_messages_that_are_no_reports_are_refused():
 @pytest.fixture
 def meet() -> Iterator[Callable[..., Any]]:
     """Makes launchers that meet at one address; and closes them."""
-    port, made = free_ports(1)[0], list[Leader | Follower]()
+    port, made = free_port(), list[Leader | Follower]()
 
     def make(index: int, plan: Plan | None = None, **more: Any) -> Leader | Follower:
-        standard = {"token": "0123456789abcdef", "settings": {"nodes": "1"}, "join_timeout": 20.0}
+        standard: dict[str, Any] = {
+            "token": "0123456789abcdef",
+            "settings": {"nodes": "1"},
+            "join_timeout": 20.0,
+        }
         place = Place("127.0.0.1", port, ("127.0.0.1", port), index, 2, **(standard | more))
         made.append(Leader(place, plan or Plan(2, 1, 3)) if index == 0 else Follower(place))
         return made[-1]
@@ -131,14 +135,14 @@ def meet() -> Iterator[Callable[..., Any]]:
         one.close()
 
 
-def all_next(*steps: tuple[Leader | Follower, Report]) -> list[Future[Order | int]]:
+def all_next(*steps: tuple[Leader | Follower, Report]) -> list[Any]:
     with ThreadPoolExecutor(len(steps)) as threads:
-        return [threads.submit(launcher.next, report) for launcher, report in steps]
+        return [*threads.map(lambda step: step[0].next(step[1]), steps)]
 
 
 def test_two_launchers_start_restart_and_end_together(meet: Callable[..., Any]):
     leader, follower = meet(0), meet(1)
-    first, second = (done.result() for done in all_next((leader, FRESH), (follower, FRESH)))
+    first, second = all_next((leader, FRESH), (follower, FRESH))
     assert (first.start.first, second.start.first) == (0, 1)
     assert first.start.coordinator == second.start.coordinator == "127.0.0.1:1"
     failed = threading.Thread(target=follower.next, args=(ended(137, first=1),))
@@ -146,8 +150,7 @@ def test_two_launchers_start_restart_and_end_together(meet: Callable[..., Any]):
     assert leader.events.get(timeout=10) == ("lost", 0), "the other host's processes end, even if they hang"
     assert leader.next(ended(143, stopped=True)).lost == "rank 1"
     failed.join()
-    codes = [done.result() for done in all_next((leader, ended(75)), (follower, ended(75, first=1)))]
-    assert codes == [75, 75]
+    assert all_next((leader, ended(75)), (follower, ended(75, first=1))) == [75, 75]
 
 
 def test_a_failure_here_ends_the_others(meet: Callable[..., Any]):
@@ -166,7 +169,7 @@ def test_another_launcher_takes_the_place_of_a_lost_one(meet: Callable[..., Any]
     leader, follower = meet(0), meet(1)
     all_next((leader, FRESH), (follower, FRESH))
     follower.close()
-    first, second = (done.result() for done in all_next((leader, ended(4)), (meet(1), FRESH)))
+    first, second = all_next((leader, ended(4)), (meet(1), FRESH))
     assert first.lost == second.lost == "host 1"
     assert (first.start.size, second.start.first) == (2, 1)
 

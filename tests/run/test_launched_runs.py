@@ -13,7 +13,7 @@ import pytest
 from environment import for_programs, zerojax
 from micro_run import lines, micro_config
 
-from zerojax.multihost.distributed import free_ports
+from zerojax.multihost.distributed import free_port
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import dump_config
 from zerojax.run.metrics.files import read_metrics
@@ -132,7 +132,7 @@ def test_a_host_that_is_lost_and_replaced_changes_no_bit(text: Path, tmp_path: P
         zero={"preset": "zero3", "block_size": 64, "state_spread": "node"},
     )
     config.write_text(dump_config(settings))
-    meeting = ("--hosts", 2, "--coordinator", f"127.0.0.1:{free_ports(1)[0]}", "--host")
+    meeting = ("--hosts", 2, "--coordinator", f"127.0.0.1:{free_port()}", "--host")
     job = ("--devices-per-node", 2, "--nodes", 1, "--restarts", 1, "--snapshot-seconds", 0.2)
 
     def start(host: int) -> subprocess.Popen[bytes]:

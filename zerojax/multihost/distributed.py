@@ -257,6 +257,11 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
+def free_port() -> int:
+    """A TCP port of this host that was free at the time of the call."""
+    return free_ports(1)[0]
+
+
 def find_job(
     coordinator: str | None, process_id: int | None, num_processes: int | None
 ) -> tuple[str, int, int, list[int] | None] | None:
