@@ -128,7 +128,7 @@ def launch(job: Job) -> int:
 
 
 def _launchers(job: Job) -> Launchers:
-    """This launcher and those of the other hosts, if there are any."""
+    """The launchers of all hosts, as this one sees them."""
     given = {"--coordinator": job.coordinator, "--host": job.host, "--hosts": job.hosts}
     if None in given.values() and (some := [name for name, value in given.items() if value is not None]):
         raise ConfigurationError(f"{', '.join(given)} belong together: only {', '.join(some)} given")

@@ -1,10 +1,9 @@
 """The launchers of a job on several hosts: one on each, which start the job's processes together.
 
-Every launcher has a connection to that of host 0, the leader, which is authenticated as the processes' own
-are. The leader tells each host which ranks to start. When they have ended, every host reports how, and the
-leader decides: the job is done, or starts again. A host whose connection breaks is lost with its processes. A
-launcher with its index may join at any later time. If the leader is lost, the others keep their memory and
-wait for a new one.
+The launcher of host 0 is the leader. All others connect to it, and prove that they know the job's token. It
+tells each host which ranks to start. When they have ended, every host reports how, and the leader decides: the
+job is done, or starts again. A host whose connection breaks is lost with its processes. A launcher with its
+index may join at any later time. If the leader is lost, the others keep their memory and wait for a new one.
 """
 
 import asyncio
@@ -456,7 +455,7 @@ class Follower(_Served):
         except TimeoutError:
             raise JobError(
                 f"the launcher of host 0 did not admit this host at {place.host}:{place.port} within "
-                f"{place.join_timeout:g} s: is it started, can this host reach it, and has no other launcher "
+                f"{place.join_timeout:g} s. Is it started, can this host reach it, and has no other launcher "
                 f"the index {place.index}?"
             ) from None
         connection.keep_alive()
