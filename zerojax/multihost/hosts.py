@@ -1,9 +1,10 @@
 """The launchers of a job on several hosts: one on each, which start the job's processes together.
 
 The launcher of host 0 is the leader. All others connect to it, and prove that they know the job's token. It
-tells each host which ranks to start. When they have ended, every host reports how, and the leader decides: the
-job is done, or starts again. A host whose connection breaks is lost with its processes. A launcher with its
-index may join at any later time. If the leader is lost, the others keep their memory and wait for a new one.
+tells each host which ranks to start. When they have ended, every host reports how, and the leader decides
+whether the job is done or starts again. A host whose connection breaks is lost with its processes. A launcher
+with its index may join at any later time. If the leader is lost, the others keep their memory and wait for a
+new one.
 """
 
 import asyncio
