@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,14 @@ lock.take()
 print("taken", flush=True)
 time.sleep(600)
 """
+
+
+def test_two_threads_write_the_summary(tmp_path: Path) -> None:
+    """As the main thread and the one that watches the other processes, when a run fails."""
+    folder = RunFolder(tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda number: folder.update_summary(**{str(number): number}), range(30)))
+    assert len(folder.read_summary()) == 30
 
 
 def test_a_second_run_is_refused_and_changes_nothing(finished_copy: RunFolder, text: Path) -> None:

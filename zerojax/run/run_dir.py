@@ -26,6 +26,7 @@ import platform
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,6 +58,9 @@ _FREE_KEYS = {
     *("posttrain.reward_workers", "posttrain.reward_seconds", "posttrain.reward_variables"),
     *("posttrain.eval_prompts", "posttrain.samples"),
 }
+
+# The thread that watches the other processes writes run.json, too.
+_SUMMARY = threading.Lock()
 
 # Error numbers of flock on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -145,7 +149,8 @@ class RunFolder:
     def update_summary(self, **values: Any) -> None:
         """Add values to run.json; "noted" is then the time of a new "status"."""
         noted = {"noted": time.time()} if "status" in values else {}
-        write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
+        with _SUMMARY:
+            write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
 
     def begin_session(self, step: int, **more: Any) -> None:
         """Record that training begins or resumes after ``step`` steps, and ``more`` (JSON values)."""
