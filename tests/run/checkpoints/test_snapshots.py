@@ -23,6 +23,7 @@ from zerojax.multihost.snapshot_memory import Generation, SnapshotMemory
 from zerojax.run import recovery
 from zerojax.run.checkpoints import snapshots
 from zerojax.run.checkpoints.manifest import Manifest, Record, parse_manifest
+from zerojax.run.config import spelled_out
 from zerojax.validation.untrusted import dump_checked
 
 
@@ -118,9 +119,23 @@ def test_a_run_continues_from_memory(
     assert (tmp_path / "a" / "checkpoints" / "8").is_dir(), "the end is saved to disk"
 
 
-@pytest.mark.parametrize("zero", grid([EXACT, DELTA], EXACT), ids=preset_of)
+def test_one_node_does_not_take_a_snapshot_of_delta_on_several(text: Path) -> None:
+    """It would lack the replica."""
+
+    def settings(preset: str, nodes: int) -> Any:
+        zero = {"preset": preset, "state_spread": "node"}
+        return snapshots._settings(spelled_out(micro_config(text, zero=zero, mesh={"nodes": nodes})))
+
+    assert settings("delta", 1) != settings("delta", 2) == settings("delta", 3)
+    assert settings("zero3", 1) == settings("zero3", 2)
+
+
+@pytest.mark.parametrize(
+    ("zero", "left"), [(EXACT, 2), (EXACT, 1), pytest.param(DELTA, 2, marks=pytest.mark.slow)]
+)
 def test_fewer_nodes_continue_from_memory_like_a_fresh_start(
     zero: dict[str, Any],
+    left: int,
     text: Path,
     tmp_path: Path,
     memory: int,
@@ -136,7 +151,7 @@ def test_fewer_nodes_continue_from_memory_like_a_fresh_start(
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
         "checkpoint": {"every": 0},
     }
-    three, two = ({"mesh": {"nodes": nodes, "local": 2}} for nodes in (3, 2))
+    three, two = ({"mesh": {"nodes": nodes, "local": 2}} for nodes in (3, left))
     die(monkeypatch, memory, text, tmp_path / "a", 7, **sections, **three)
     newest = steps_in(memory)[0]
     train(micro_config(text, **sections, **two), tmp_path / "a")

@@ -271,8 +271,10 @@ class Snapshots:
 def _settings(config: Mapping[str, Any]) -> Any:
     """The settings on which a snapshot depends, as JSON has them."""
     found = json.loads(json.dumps(config))
-    if found["zero"].get("state_spread") == "node":
-        found.get("mesh", {}).pop("nodes", None)
+    zero, mesh = found["zero"], found.get("mesh", {})
+    # On one node delta keeps a replica beside the weights; on several the weights are their own replica.
+    if zero.get("state_spread") == "node" and not (zero.get("weights_delta") and mesh.get("nodes") == 1):
+        mesh.pop("nodes", None)
     return found
 
 
@@ -340,12 +342,13 @@ def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nod
     """This process's parts of an array, flat and in their dtype.
 
     The padding of a weight depends on the number of nodes. With ``other_nodes`` the snapshot is of another
-    number, so weights that every node holds are padded again.
+    number, so weights that every node holds are padded again. One node holds all weights.
     """
     x, leaf = entry.x, entry.leaf
     names = _part_names(name, x)
     parts = [held[part].view(x.dtype) for part in names if part in held]
-    if other_nodes and leaf is not None and leaf.in_every_node and len(parts) == len(names):
+    whole = leaf is not None and (leaf.in_every_node or leaf.world.nodes == 1)
+    if other_nodes and leaf is not None and whole and len(parts) == len(names):
         rows = np.concatenate([part.reshape(leaf.layers, -1) for part in parts], axis=1)
         rows = to_stored(from_stored(rows, leaf), leaf).reshape(leaf.layers, -1)
         parts = [part.reshape(-1) for part in np.split(rows, len(names), axis=1)]
