@@ -33,6 +33,35 @@ def learned(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]
     return [text[start:end] for start, end in ranges]
 
 
+BLOCKS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}.{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [BLOCKS, PLAIN], ids=["blocks", "plain"])
+def test_messages_of_weight_0_do_not_count(source: str) -> None:
+    messages = chat("a", "b", "c", "d")
+    assert learned(ChatTemplate(source), messages) == ["b.", "d."]
+    messages[1]["weight"] = 0
+    assert learned(ChatTemplate(source), messages) == ["d."]
+    messages[3]["weight"] = 0
+    with pytest.raises(DataError, match="nothing to learn"):
+        ChatTemplate(source).render_targets(messages)
+
+
+def test_weights_need_a_block_for_each_message() -> None:
+    twice = ChatTemplate(BLOCKS.replace(".{%", "{% endgeneration %}{% generation %}.{%"))
+    messages = chat("a", "b", "c", "d")
+    messages[1]["weight"] = 0
+    with pytest.raises(DataError, match="marks 4 texts in 2 messages of the assistant"):
+        twice.render_targets(messages)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_is_rendered_as_transformers_does(name: str) -> None:
     rows = [row for row in KNOWN["rendered"] if row["template"] == name]
@@ -89,8 +118,8 @@ def test_an_answer_may_begin_with_what_the_template_adds() -> None:
     ("name", "messages", "message"),
     [
         ("thinking", chat("a", "b", "c", "d"), r"messages up to 1 differently .*\{% generation %\}"),
-        ("chatml", chat("a"), "no message has the role"),
-        ("generation", chat("a"), "no message has the role"),
+        ("chatml", chat("a"), "no message of the assistant"),
+        ("generation", chat("a"), "no message of the assistant"),
         ("instruct", [*chat("a"), *chat("b", "c")], "roles must alternate"),
     ],
 )

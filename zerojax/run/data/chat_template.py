@@ -159,12 +159,21 @@ class ChatTemplate:
 
         If the template has ``{% generation %}`` blocks, these are the ranges. Otherwise a range is the text
         that an assistant's message adds after the generation prompt. Both include the end of the turn.
+        Messages with ``"weight": 0`` are left out (OpenAI's format).
         """
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        written = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [number for number in written if messages[number].get("weight") != 0]
         cuts = [] if self._has_blocks else [cut for n in turns for cut in ((n, True), (n + 1, False))]
         (text, blocks), *others = self._render(messages, tools, [(len(messages), False), *cuts])
         if self._has_blocks:
-            return text, _written(blocks)
+            if len(turns) == len(written):
+                return text, _written(blocks)
+            if len(blocks) != len(written):
+                raise DataError(
+                    f"{self.name} marks {len(blocks)} texts in {len(written)} messages of the assistant, so "
+                    "those with weight 0 are not known: remove them"
+                )
+            return text, _written(one for n, one in zip(written, blocks, strict=True) if n in turns)
         ranges: list[tuple[int, int]] = []
         for number, (before, _), (after, _) in zip(turns, others[::2], others[1::2], strict=True):
             if not (after.startswith(before) and text.startswith(after)):
@@ -313,7 +322,7 @@ class ChatTemplate:
 def _written(ranges: Iterable[tuple[int, int]]) -> Ranges:
     found = tuple((start, end) for start, end in ranges if start < end)
     if not found:
-        raise DataError("no message has the role 'assistant', so there is nothing to learn: remove the row")
+        raise DataError("no message of the assistant counts, so there is nothing to learn: remove the row")
     return found
 
 
