@@ -231,6 +231,33 @@ def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks == [newest, memory.generations[0]]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "expected"), [([4], (4, None)), ([], (5, 0))], ids=["a common one", "none there"]
+)
+def test_a_common_snapshot_is_preferred_to_a_newer_one_of_one_node(
+    theirs: list[int], expected: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"zero": {"state_spread": "node"}}
+    memory = SnapshotMemory(snapshot_memory.create())
+    memory.resize(8, 1)
+    for generation, step in zip(memory.generations, (4, 5), strict=True):
+
+        def describe(files: snapshot_memory.Checksums, step: int = step) -> str:
+            return dump_checked(asdict(Manifest(step, 0.0, Record(config=config), files)))
+
+        generation.write({"x": 8}, lambda places: places["x"].fill(1), describe)
+
+    def gather(own: Any) -> list[Any]:
+        """This process's value, and the value of another, which has the snapshots of ``theirs``."""
+        return [own, theirs if isinstance(own, list) else own if theirs or isinstance(own, str) else False]
+
+    monkeypatch.setattr(snapshots, "gather_from_all", gather)
+    monkeypatch.setattr(snapshots, "node_leaders", lambda _: [0, 1])
+    found = snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1)).choose(config, None)
+    assert found is not None
+    assert (found.step, found.source, found.lacks) == (*expected, False)
+
+
 def test_a_host_without_room_is_refused(
     text: Path, tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

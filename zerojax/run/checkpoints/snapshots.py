@@ -121,6 +121,8 @@ class Snapshots:
     def choose(self, config: Mapping[str, Any], at_least: int | None) -> Snapshot | None:
         """The newest intact snapshot that all processes have; all call it together.
 
+        If there is none and each node holds the whole state, the newest that one process has.
+
         Args:
             config: the settings, spelled out. A snapshot of a run with other settings does not count; the
                 number of nodes may differ if each node holds the whole state.
@@ -138,10 +140,13 @@ class Snapshots:
         steps = [{*some} for some in gather_from_all([*mine])]
         leaders = node_leaders(self._mesh)
         one_has_all = now["zero"].get("state_spread") == "node" and len({*leaders}) == len(steps)
-        for step in sorted(set.union(*steps) if one_has_all else set.intersection(*steps), reverse=True):
-            intact = gather_from_all(step in mine and self._is_intact(mine[step]))
-            if all(intact) or (one_has_all and any(intact)):
-                return self._chosen(mine.get(step), intact, leaders)
+        # An older one that all have keeps their error feedback, and is not sent.
+        common, others = set.intersection(*steps), set.union(*steps) if one_has_all else set[int]()
+        for candidates, enough in ((common, all), (others, any)):
+            for step in sorted(candidates, reverse=True):
+                intact = gather_from_all(step in mine and self._is_intact(mine[step]))
+                if enough(intact):
+                    return self._chosen(mine.get(step), intact, leaders)
         return None
 
     def _chosen(self, own: Snapshot | None, intact: list[bool], leaders: list[int]) -> Snapshot:
