@@ -12,6 +12,7 @@ from zerojax import distributed
 from zerojax.cli import launch
 from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ZeroError
+from zerojax.multihost.supervisor import Result
 from zerojax.run.config import MeshSection
 
 pytestmark = pytest.mark.alone
@@ -46,7 +47,7 @@ def test_launch_survives_any_numbers(arguments, complete):
     if complete:
         arguments = ["--nodes", "2", "--devices-per-node", "1", *arguments, "gpt-tiny"]
     started = mock.Mock()
-    started.return_value.run.return_value = mock.Mock(code=0, signals=())
+    started.return_value.run.return_value = Result((), ())
     with (
         mock.patch("zerojax.cli.launch.Supervisor", started),
         mock.patch("sys.stderr"),

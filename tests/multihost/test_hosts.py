@@ -99,6 +99,23 @@ def test_a_lost_host_is_awaited_or_left_out_and_may_come_back():
     ]
 
 
+def test_processes_that_stand_by_for_more_nodes_do_not_begin():
+    plan = Plan(3, 1, restarts=2, min_nodes=1)
+    starts(plan, FRESH, FRESH, FRESH)
+    stand = ended(4, stopped=True, stands_by=True)
+    assert plan.after({0: stand, 2: stand}) is None
+    orders = plan.orders({host: Member(f"host{host}", stand) for host in (0, 2)})
+    assert [(one.start.coordinator, one.start.size) for one in orders.values()] == [("host0:3", 2)] * 2
+
+
+def test_the_node_that_failed_is_left_out():
+    plan = Plan(2, 2, restarts=1, min_nodes=1)
+    starts(plan, FRESH, FRESH)
+    other = Report((3, 4), (Outcome("rank 2", 4, True), Outcome("rank 3", 1, False)))
+    assert plan.after({0: ended(4, 4, stopped=True), 1: other}) is None
+    assert [count for _, _, count, _ in starts(plan, ended(4), ended(4))] == [2, 1]
+
+
 def test_as_many_failed_nodes_go_on_as_are_needed():
     plan = Plan(2, 2, restarts=1, min_nodes=3)
     starts(plan, FRESH, FRESH)
@@ -174,14 +191,19 @@ def test_another_launcher_takes_the_place_of_a_lost_one(meet: Callable[..., Any]
     assert (first.start.size, second.start.first) == (2, 1)
 
 
+async def vanish(leader: Leader) -> None:
+    """End a leader's connections, as if its process had been killed."""
+    leader._listener.close()
+    for one in leader._others.values():
+        one.connection._writer.transport.abort()
+
+
 def test_another_leader_continues_the_job(meet: Callable[..., Any]):
     leader, follower = meet(0), meet(1)
     all_next((leader, FRESH), (follower, FRESH))
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(follower.next, ended(4, first=1))
-        leader._loop.call_soon_threadsafe(leader._listener.close)
-        for one in leader._others.values():
-            leader._loop.call_soon_threadsafe(one.connection._writer.transport.abort)
+        leader._do(vanish(leader))
         order = meet(0).next(FRESH)
         assert order.lost == waits.result().lost == "host 0"
 

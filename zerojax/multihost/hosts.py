@@ -440,7 +440,6 @@ class Follower(_Served):
                 case {"say": "refused", "why": str(why)}:
                     raise ConfigurationError(printable(why))
                 case {"say": "busy"}:
-                    await self._connection.close()
                     await asyncio.sleep(1)
                 case _:  # the connection has ended
                     logger.warning("the launcher of host 0 is lost; waiting for another")
@@ -473,9 +472,13 @@ class Follower(_Served):
                 async with asyncio.timeout(_ATTEMPT):
                     streams = await asyncio.open_connection(self._place.host, self._place.port)
                 connection = Connection(*streams)
-                if await introduce(connection, self._place.token):
-                    return connection
-                await connection.close()
+                knows = False
+                try:
+                    if knows := await introduce(connection, self._place.token):
+                        return connection
+                finally:
+                    if not knows:
+                        await connection.close()
                 refused_since = refused_since or self._loop.time()
                 if self._loop.time() - refused_since > _OLD_LEADER:
                     raise ConfigurationError(
@@ -493,6 +496,7 @@ class Follower(_Served):
                 self.events = SimpleQueue()
             inbox.put_nowait(message)
         inbox.put_nowait(None)
+        await connection.close()
 
     async def _close(self) -> None:
         if self._connection is not None:

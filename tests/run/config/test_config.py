@@ -216,7 +216,7 @@ def test_the_number_of_options_is_known() -> None:
         "data": 16,
         "optimizer": 12,
         "lora": 6,
-        "posttrain": 32,
+        "posttrain": 33,
         "critic": 10,
         "mesh": 3,
         "checkpoint": 8,
