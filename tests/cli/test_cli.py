@@ -263,7 +263,9 @@ def test_debugging_options_of_jax_are_ignored(config: Path) -> None:
     env = for_programs() | {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
     env |= {"JAX_DISABLE_JIT": "1", "JAX_TRANSFER_GUARD": "disallow"}
     program = [sys.executable, "-m", "zerojax", "comm", str(config), "--json"]
-    subprocess.run(program, env=env, stdout=subprocess.DEVNULL, check=True)
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+    ignored = [line.split()[1] for line in done.stderr.splitlines() if "is ignored" in line]
+    assert sorted(ignored) == sorted(name for name in env if name.startswith(cli._DEBUGGING))
 
 
 def test_a_platform_that_is_not_there_is_reported_in_one_line() -> None:

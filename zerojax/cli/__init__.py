@@ -25,6 +25,7 @@ from zerojax.errors import (
     file_errors,
     report,
 )
+from zerojax.log import logger
 from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
 
@@ -144,6 +145,7 @@ def _leave_debugging() -> None:
     """Ignore debugging options of the user's environment, which JAX reads when it is imported."""
     for variable in [name for name in os.environ if name.startswith(_DEBUGGING)]:
         del os.environ[variable]
+        logger.warning(f"{variable} is ignored: commands do not run under it")
 
 
 def _prepare_streams() -> None:
