@@ -1,7 +1,5 @@
 """The choice of an implementation: for the platform that a program is lowered for, and for its chip."""
 
-# jax.jit, jax.local_devices and lax.platform_dependent have no complete types.
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar

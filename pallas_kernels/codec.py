@@ -4,8 +4,6 @@ They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=Fals
 ``seed`` is a uint32 scalar array, which stochastic rounding requires.
 """
 
-# jnp.asarray has no complete type.
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike

@@ -56,8 +56,6 @@ Scales linear in c are as bad as QLoRA's, or worse. Unsigned floats of 4 and 4 b
 everywhere.
 """
 
-# jnp.arange and jnp.take have no complete types.
-
 from typing import Any
 
 import jax

@@ -66,8 +66,6 @@ References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order 
 (arXiv:2410.15526) for the rotation and the encoded difference.
 """
 
-# jnp.arange and lax.fori_loop have no complete types.
-
 import jax
 import jax.numpy as jnp
 import numpy as np

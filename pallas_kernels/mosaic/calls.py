@@ -5,8 +5,6 @@ nearest, no rotation, and rows of at least four blocks. The grouped matmuls supp
 for matrices with sides that are multiples of 128 bytes. For all other arguments the functions return None.
 """
 
-# Pallas and jnp.iinfo have no complete types.
-
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any

@@ -14,8 +14,6 @@ tiles can only start at every eighth row. If rows may start anywhere, copies use
 shared memory, in lines (``_views``).
 """
 
-# Pallas has no complete types.
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ read in pieces of lanes * vector elements, a block's maximum takes log2(lanes) s
 through shared memory.
 """
 
-# Pallas has no complete types.
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -10,6 +10,7 @@ new one.
 import asyncio
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -253,7 +254,7 @@ class Place:
     join_timeout: float = 300.0
 
 
-class _Served:
+class _Served(ABC):
     """Connections that another thread serves."""
 
     def __init__(self, place: Place) -> None:
@@ -266,9 +267,16 @@ class _Served:
     def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
+    def next(self, report: Report) -> Order | int:
+        """What this host does next, or the job's exit code."""
+        return self._do(self._next(report))
+
+    @abstractmethod
+    async def _next(self, report: Report) -> Order | int: ...
+
+    @abstractmethod
     async def _close(self) -> None:
         """Close the connections."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the others."""
@@ -315,19 +323,15 @@ class Leader(_Served):
     async def _open(self) -> None:
         self._listener.open(*self._place.listen)
 
-    def next(self, report: Report) -> Order | int:
-        """What this host does next, or the job's exit code."""
-        return self._do(self._next(report))
-
-    async def _next(self, own: Report) -> Order | int:
-        if self._began and (code := self._plan.after({0: own, **await self._reports(own)})) is not None:
+    async def _next(self, report: Report) -> Order | int:
+        if self._began and (code := self._plan.after({0: report, **await self._reports(report)})) is not None:
             self._tell_all("exit", code=code)
             return code
         await self._wait_for_hosts()
         if not self._began and any(one.ended for one in self._others.values()):
             self._plan.continue_after("host 0")
         members = {host: Member(one.connection.address, one.report) for host, one in self._others.items()}
-        orders = self._plan.orders({0: Member(self._place.host, own), **members})
+        orders = self._plan.orders({0: Member(self._place.host, report), **members})
         self._began, self.events = {*orders}, SimpleQueue()
         for host, one in self._others.items():
             one.begun, one.ended = True, False
@@ -419,10 +423,6 @@ class Follower(_Served):
         self._connection: Connection | None = None
         self._inbox = asyncio.Queue[Message | None]()
         self._begun = False
-
-    def next(self, report: Report) -> Order | int:
-        """What this host does next, or the job's exit code."""
-        return self._do(self._next(report))
 
     async def _next(self, report: Report) -> Order | int:
         limit = self._loop.time() + self._place.join_timeout
