@@ -81,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     EXACT: {"preset": "zero3"},
     "delta-stochastic": {**DELTA, "rounding": "stochastic"},
     "delta-nearest": DELTA,
+    "delta-stochastic-node": {**DELTA, "rounding": "stochastic", "state_spread": "node"},
     "zero++-256": ZERO_PP,
     "zero++-128": {**ZERO_PP, "block_size": 128},
     "zero++-stochastic": {**ZERO_PP, "rounding": "stochastic"},

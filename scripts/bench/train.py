@@ -64,6 +64,7 @@ ENDS: dict[str, dict[str, Any]] = {
     "bf16-moments": {"moments": "bfloat16"},
     "float8-moments": {"moments": "float8"},
     "backward": {"update_in_backward": True},
+    "node": {"state_spread": "node"},
 }
 """What it may go on with, each after a hyphen."""
 RANK = 16
