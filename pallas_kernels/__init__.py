@@ -9,61 +9,33 @@ modules ``reference``, ``nf4_reference``, ``attention_reference`` and ``grouped_
 specifications.
 """
 
-from pallas_kernels.attention import attend_cache
-from pallas_kernels.backends import backend_report, for_platform
-from pallas_kernels.codec import (
-    decode,
-    decode_add,
-    decode_nf4,
-    decode_sum,
-    decode_sum_encode,
-    encode,
-    encode_delta,
-    encode_nf4,
-    encode_reordered,
-)
-from pallas_kernels.delta_chunks import delta_rule
-from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
-from pallas_kernels.grouped import (
-    cast_transpose,
-    gather_rows,
-    grouped_columns,
-    grouped_rows,
-    grouped_rows_fp8,
-    grouped_sums,
-    grouped_sums_fp8,
-)
-from pallas_kernels.lowered import keep_lowered
-
-__all__ = [
-    "BITS",
-    "FORMATS",
-    "QMAX",
-    "QUANTIZED",
-    "RAW",
-    "STORED",
-    "Format",
-    "attend_cache",
-    "backend_report",
-    "cast_transpose",
-    "decode",
-    "decode_add",
-    "decode_nf4",
-    "decode_sum",
-    "decode_sum_encode",
-    "delta_rule",
-    "encode",
-    "encode_delta",
-    "encode_nf4",
-    "encode_reordered",
-    "for_platform",
-    "gather_rows",
-    "grouped_columns",
-    "grouped_rows",
-    "grouped_rows_fp8",
-    "grouped_sums",
-    "grouped_sums_fp8",
-    "keep_lowered",
-    "nbytes",
-    "nf4_bytes",
-]
+from pallas_kernels.attention import attend_cache as attend_cache
+from pallas_kernels.backends import backend_report as backend_report
+from pallas_kernels.backends import for_platform as for_platform
+from pallas_kernels.codec import decode as decode
+from pallas_kernels.codec import decode_add as decode_add
+from pallas_kernels.codec import decode_nf4 as decode_nf4
+from pallas_kernels.codec import decode_sum as decode_sum
+from pallas_kernels.codec import decode_sum_encode as decode_sum_encode
+from pallas_kernels.codec import encode as encode
+from pallas_kernels.codec import encode_delta as encode_delta
+from pallas_kernels.codec import encode_nf4 as encode_nf4
+from pallas_kernels.codec import encode_reordered as encode_reordered
+from pallas_kernels.delta_chunks import delta_rule as delta_rule
+from pallas_kernels.formats import BITS as BITS
+from pallas_kernels.formats import FORMATS as FORMATS
+from pallas_kernels.formats import QMAX as QMAX
+from pallas_kernels.formats import QUANTIZED as QUANTIZED
+from pallas_kernels.formats import RAW as RAW
+from pallas_kernels.formats import STORED as STORED
+from pallas_kernels.formats import Format as Format
+from pallas_kernels.formats import nbytes as nbytes
+from pallas_kernels.formats import nf4_bytes as nf4_bytes
+from pallas_kernels.grouped import cast_transpose as cast_transpose
+from pallas_kernels.grouped import gather_rows as gather_rows
+from pallas_kernels.grouped import grouped_columns as grouped_columns
+from pallas_kernels.grouped import grouped_rows as grouped_rows
+from pallas_kernels.grouped import grouped_rows_fp8 as grouped_rows_fp8
+from pallas_kernels.grouped import grouped_sums as grouped_sums
+from pallas_kernels.grouped import grouped_sums_fp8 as grouped_sums_fp8
+from pallas_kernels.lowered import keep_lowered as keep_lowered

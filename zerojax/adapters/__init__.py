@@ -5,16 +5,15 @@ from collections.abc import Callable
 from flax import linen, nnx
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters.adapter import Adapter, Bound, ModelState, Parameter
+from zerojax.adapters.adapter import Adapter
+from zerojax.adapters.adapter import ModelState as ModelState
 from zerojax.adapters.linen_adapter import LinenAdapter
-from zerojax.adapters.loss import LossFn, call_loss
+from zerojax.adapters.loss import LossFn
 from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import MeshShape
 
 Model = Callable[[nnx.Rngs], nnx.Module] | linen.Module
-
-__all__ = ["Adapter", "Bound", "LossFn", "Model", "ModelState", "Parameter", "adapt", "call_loss"]
 
 
 def adapt(

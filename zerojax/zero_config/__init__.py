@@ -1,5 +1,4 @@
 """The sharding options: settings with their documentation, their values, and the rules that they obey."""
 
-from zerojax.zero_config.config import PRESETS, ZeroConfig
-
-__all__ = ["PRESETS", "ZeroConfig"]
+from zerojax.zero_config.config import PRESETS as PRESETS
+from zerojax.zero_config.config import ZeroConfig as ZeroConfig

@@ -1,5 +1,4 @@
 """Translates DeepSpeed configs into zerojax's settings."""
 
-from zerojax.interop.deepspeed.translate import Translation, translate
-
-__all__ = ["Translation", "translate"]
+from zerojax.interop.deepspeed.translate import Translation as Translation
+from zerojax.interop.deepspeed.translate import translate as translate

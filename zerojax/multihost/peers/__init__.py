@@ -15,7 +15,5 @@ JAX's own traffic travels inside these connections (``proxy``). So a job needs o
 process 0 vanish. Only a process that knows the job's token (``handshake``) reaches JAX's service.
 """
 
-from zerojax.multihost.peers.peers import Peers
-from zerojax.multihost.peers.proxy import Place
-
-__all__ = ["Peers", "Place"]
+from zerojax.multihost.peers.peers import Peers as Peers
+from zerojax.multihost.peers.proxy import Place as Place

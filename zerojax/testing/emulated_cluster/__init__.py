@@ -4,23 +4,11 @@
 distributed program, and ``zerojax emulate`` is the command line.
 """
 
-from zerojax.testing.emulated_cluster.emulated import EmulatedCluster
-from zerojax.testing.emulated_cluster.measure import Measurement, measure_bytes
-from zerojax.testing.emulated_cluster.network import (
-    ClusterError,
-    LinkBytes,
-    limit_link,
-    link_bytes,
-    unavailable,
-)
-
-__all__ = [
-    "ClusterError",
-    "EmulatedCluster",
-    "LinkBytes",
-    "Measurement",
-    "limit_link",
-    "link_bytes",
-    "measure_bytes",
-    "unavailable",
-]
+from zerojax.testing.emulated_cluster.emulated import EmulatedCluster as EmulatedCluster
+from zerojax.testing.emulated_cluster.measure import Measurement as Measurement
+from zerojax.testing.emulated_cluster.measure import measure_bytes as measure_bytes
+from zerojax.testing.emulated_cluster.network import ClusterError as ClusterError
+from zerojax.testing.emulated_cluster.network import LinkBytes as LinkBytes
+from zerojax.testing.emulated_cluster.network import limit_link as limit_link
+from zerojax.testing.emulated_cluster.network import link_bytes as link_bytes
+from zerojax.testing.emulated_cluster.network import unavailable as unavailable
