@@ -44,19 +44,14 @@ NF4_GROUP: Final = 256
 """Blocks of nf4 whose 8-bit scales share one fp32 unit."""
 
 
-def check_format(fmt: str) -> None:
-    """Raise ValueError unless ``fmt`` is one of ``FORMATS``."""
+def check_block(fmt: str, n: int, block: int | None) -> None:
+    """Raise ValueError unless rows of ``n`` elements can be sent in ``fmt`` with this block size."""
     if fmt in STORED:
         raise ValueError(
             f"{fmt} only stores frozen weights, and cannot be sent: use encode_{fmt} and decode_{fmt}"
         )
     if fmt not in FORMATS:
         raise ValueError(f"unknown wire format {fmt!r}: choose one of {', '.join(FORMATS)}")
-
-
-def check_block(fmt: str, n: int, block: int | None) -> None:
-    """Raise ValueError unless rows of ``n`` elements can be encoded in ``fmt`` with this block size."""
-    check_format(fmt)
     _check_row(fmt, n, block)
 
 
@@ -73,11 +68,6 @@ def _check_row(fmt: str, n: int, block: int | None) -> None:
         raise ValueError(f"a row of {n} elements does not divide into {fmt} blocks of {block}: pad the row")
 
 
-def code_bytes(fmt: str, n: int) -> int:
-    """Bytes of the codes of ``n`` elements, without scales."""
-    return n * BITS[fmt] // 8
-
-
 def nbytes(fmt: str, n: int, block: int | None = None) -> int:
     """Payload bytes of a row of ``n`` elements, including scales.
 
@@ -91,7 +81,7 @@ def nbytes(fmt: str, n: int, block: int | None = None) -> int:
     """
     check_block(fmt, n, block)
     scales = SCALE_BYTES * (n // block) if fmt in QUANTIZED and block is not None else 0
-    return code_bytes(fmt, n) + scales
+    return n * BITS[fmt] // 8 + scales
 
 
 def nf4_sections(n: int, block: int) -> tuple[int, int, int]:

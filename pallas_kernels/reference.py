@@ -71,7 +71,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.formats import BITS, MINIFLOAT, PLANES, QMAX, QUANTIZED, ROTATION, code_bytes
+from pallas_kernels.formats import BITS, MINIFLOAT, PLANES, QMAX, QUANTIZED, ROTATION
 
 MIN_SCALE_BITS = (127 - 80) << 23
 MAX_SCALE_BITS = (127 + 125) << 23
@@ -84,6 +84,7 @@ PHILOX = 0xD256D193
 STOCHASTIC_MARGIN = 8
 HALF_RANGE = {fmt: 1 << (BITS[fmt] - 1) for fmt in QUANTIZED if fmt not in MINIFLOAT}
 RANDOM_BITS = dict.fromkeys(HALF_RANGE, 16) | {fmt: 23 - mantissa for fmt, (mantissa, _) in MINIFLOAT.items()}
+_PLAIN = {"fp32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
 
 
@@ -127,16 +128,13 @@ def octet_hash(keys: jax.Array, octet: jax.Array) -> tuple[jax.Array, jax.Array]
     """
     x = y = octet * jnp.uint32(WEYL) + keys[0]
     for key in keys[1:]:
-        x, y = _high_product(x, PHILOX) ^ y ^ key, x * jnp.uint32(PHILOX)
+        # The high word of a 64-bit product. JAX 0.11 cannot compile ``lax.mulhi`` in shard_map.
+        low, high = x & 0xFFFF, x >> 16
+        middle = low * jnp.uint32(PHILOX >> 16) + (low * jnp.uint32(PHILOX & 0xFFFF) >> 16)
+        rest = high * jnp.uint32(PHILOX & 0xFFFF) + (middle & 0xFFFF)
+        product = high * jnp.uint32(PHILOX >> 16) + (middle >> 16) + (rest >> 16)
+        x, y = product ^ y ^ key, x * jnp.uint32(PHILOX)
     return x, y
-
-
-def _high_product(x: jax.Array, factor: int) -> jax.Array:
-    """The high word of a 64-bit product. JAX 0.11 cannot compile ``lax.mulhi`` in shard_map."""
-    low, high = x & 0xFFFF, x >> 16
-    middle = low * jnp.uint32(factor >> 16) + (low * jnp.uint32(factor & 0xFFFF) >> 16)
-    rest = high * jnp.uint32(factor & 0xFFFF) + (middle & 0xFFFF)
-    return high * jnp.uint32(factor >> 16) + (middle >> 16) + (rest >> 16)
 
 
 def _uniform(seed: jax.Array, index: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
@@ -218,27 +216,14 @@ def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
     return magnitude | sign << BITS[fmt] - 1
 
 
-def _join(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack int32 codes of ``bits`` bits into bytes, [..., n] -> uint8[..., n * bits / 8]."""
-    count = 8 // bits
-    groups = codes.reshape(*codes.shape[:-1], -1, count) & ((1 << bits) - 1)
-    shifts = jnp.arange(count, dtype=jnp.int32) * bits
-    return jnp.sum(groups << shifts, axis=-1).astype(jnp.uint8)
-
-
-def _part(packed: jax.Array, bits: int) -> jax.Array:
-    """The inverse of ``_join``: uint8[..., k] -> int32[..., k * 8 / bits]."""
-    count = 8 // bits
-    shifts = jnp.arange(count, dtype=jnp.int32) * bits
-    groups = (packed.astype(jnp.int32)[..., None] >> shifts) & ((1 << bits) - 1)
-    return groups.reshape(*packed.shape[:-1], -1)
-
-
 def _pack(codes: jax.Array, fmt: str) -> jax.Array:
     """The planes of int32 codes, one after another: [..., n] -> uint8[..., n * bits / 8]."""
     planes, lowest = [], 0
     for bits in PLANES[fmt]:
-        planes.append(_join(codes >> lowest, bits))
+        count = 8 // bits  # codes of a byte
+        groups = (codes >> lowest).reshape(*codes.shape[:-1], -1, count) & ((1 << bits) - 1)
+        shifts = jnp.arange(count, dtype=jnp.int32) * bits
+        planes.append(jnp.sum(groups << shifts, axis=-1).astype(jnp.uint8))
         lowest += bits
     return jnp.concatenate(planes, axis=-1)
 
@@ -249,7 +234,9 @@ def _unpack(packed: jax.Array, fmt: str) -> jax.Array:
     codes, lowest = jnp.int32(0), 0
     for bits in PLANES[fmt]:
         plane = packed[..., n * lowest // 8 : n * (lowest + bits) // 8]
-        codes |= _part(plane, bits) << lowest
+        shifts = jnp.arange(8 // bits, dtype=jnp.int32) * bits
+        groups = (plane.astype(jnp.int32)[..., None] >> shifts) & ((1 << bits) - 1)
+        codes |= groups.reshape(*plane.shape[:-1], -1) << lowest
         lowest += bits
     return codes
 
@@ -280,10 +267,6 @@ def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(groups, dtype)
 
 
-def _plain(fmt: str) -> jnp.dtype:
-    return jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[fmt])
-
-
 def _encode(
     x: jax.Array, index: jax.Array | None, fmt: str, block: int | None, rounding: str, rotation: int,
     seed: jax.Array | None,
@@ -292,7 +275,7 @@ def _encode(
     if rotation:
         x = rotate(x)
     if fmt not in QUANTIZED:
-        return _bytes((x * ROTATION_NORM if rotation else x).astype(_plain(fmt)))
+        return _bytes((x * ROTATION_NORM if rotation else x).astype(_PLAIN[fmt]))
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scale, inverse = _scales(blocks, fmt, rounding, rotation)
     inverse = inverse[..., None]
@@ -344,7 +327,7 @@ def encode_reordered(
 def _decode(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:
     """fp32[..., n] of uint8[..., nbytes]."""
     if fmt not in QUANTIZED:
-        return _from_bytes(payload, _plain(fmt)).astype(jnp.float32)
+        return _from_bytes(payload, _PLAIN[fmt]).astype(jnp.float32)
     values, scale = _split(payload, fmt, n, block)
     return (values * scale).reshape(*payload.shape[:-1], n)
 
@@ -364,7 +347,7 @@ def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | No
 
 def _split(payload: jax.Array, fmt: str, n: int, block: int | None) -> tuple[jax.Array, jax.Array]:
     """Unscaled values and scales of payload rows, fp32[..., n / block, block] and [..., n / block, 1]."""
-    codes = code_bytes(fmt, n)
+    codes = n * BITS[fmt] // 8
     scale = _from_bytes(payload[..., codes:], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
     values = _values(payload[..., :codes], fmt).reshape(*payload.shape[:-1], -1, block)
     return values, scale[..., None]

@@ -44,15 +44,13 @@ def inner_of(equation: core.JaxprEqn) -> Inner | None:
         case "scan":
             constants, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
             return Inner([params["jaxpr"]], carried=slice(constants, constants + carry))
-    programs = list(core.jaxprs_in_params(params))
-    return Inner(programs) if len(programs) == 1 and _is_call(equation, programs[0]) else None
-
-
-def _is_call(equation: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
-    """Whether a program has the arguments and results of its equation. Not so in a reduction or kernel."""
-    own, theirs = [*equation.invars, *equation.outvars], [*jaxpr.invars, *jaxpr.outvars]
+    if len(programs := list(core.jaxprs_in_params(params))) != 1:
+        return None
+    # A call's program has the arguments and results of its equation. Not so in a reduction or kernel.
+    own, theirs = [[*one.invars, *one.outvars] for one in (equation, programs[0])]
     shapes = [[getattr(atom.aval, "shape", None) for atom in atoms] for atoms in (own, theirs)]
-    return len(equation.invars) == len(jaxpr.invars) and shapes[0] == shapes[1]
+    same = len(equation.invars) == len(programs[0].invars) and shapes[0] == shapes[1]
+    return Inner(programs) if same else None
 
 
 def called(equation: core.JaxprEqn, *, with_rule: bool = False) -> core.Jaxpr | None:

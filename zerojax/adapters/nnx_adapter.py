@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import PathParts
-from jax.tree_util import KeyPath
-from jaxtyping import Array, Num, PyTree
+from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Parameter
 from zerojax.adapters.nnx_creation import (
@@ -125,18 +124,16 @@ class NNXAdapter(Adapter):
         return weights, values
 
     def _merge(self, graph: nnx.GraphDef[nnx.Module], weights: Given, model_state: ModelState) -> nnx.Module:
-        def filled(path: PathParts, held: object) -> PyTree:
-            def value(inner: KeyPath, _: object) -> PyTree[Array]:
-                name = leaf_path(path, inner)
-                return weights[name] if name in weights else model_state["/".join(name)]
-
+        """The model with a value for each leaf of its state."""
+        filled: list[tuple[PathParts, object]] = []
+        for path, held in self._held:
             variable = isinstance(held, nnx.Variable)
-            values = jax.tree_util.tree_map_with_path(value, held.get_raw_value() if variable else held)
-            return held.replace(values) if variable else values
-
-        return nnx.merge(
-            graph, nnx.from_flat_state([(path, filled(path, held)) for path, held in self._held])
-        )
+            leaves, structure = jax.tree.flatten_with_path(held.get_raw_value() if variable else held)
+            names = [leaf_path(path, inner) for inner, _ in leaves]
+            values = [weights[name] if name in weights else model_state["/".join(name)] for name in names]
+            value = jax.tree.unflatten(structure, values)
+            filled.append((path, held.replace(value) if variable else value))
+        return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def _own_key(keys: Array, key: Array) -> Array:

@@ -27,7 +27,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
 from zerojax.schedule.prefetch_scan import Scanned, scan_units
 from zerojax.schedule.transforms import split_arrays
-from zerojax.schedule.unit import Arrays, Sharded, call_unit, is_gathered, is_sharded
+from zerojax.schedule.unit import Arrays, Sharded, call_unit, is_sharded
 from zerojax.schedule.user_code import assigned
 from zerojax.sharding.layers import Order, Place, layer_at
 from zerojax.sharding.param_tree import Path
@@ -182,7 +182,8 @@ def _run(
 ) -> Arrays:
     """Run layers in their order, and update the state of ``blocks``, one for each kind."""
     weights = [weight for kind in kinds for weight in kind.weights]
-    if weights and all(is_gathered(weight) for weight in weights):
+    # At stages 0 to 2 weights are whole already.
+    if weights and all(is_sharded(weight) and weight.weight.level != "full" for weight in weights):
         x, after = scan_units(order, kinds, x, arrays)
         for block, (weights, state) in zip(blocks, after, strict=True):
             if weights is not None:

@@ -35,21 +35,22 @@ def on_mesh[*Args, T: PyTree[Array]](
     in_specs: PyTree[PartitionSpec],
     out_specs: PyTree[PartitionSpec],
 ) -> Callable[[*Args], T]:
-    """``jax.shard_map`` without its check of replication. Collectives run in one order, on CPUs too."""
+    """``jax.shard_map`` without its check of replication. Collectives run in one order, on CPUs too.
+
+    Derivatives must be taken inside ``run``.
+    """
     on_cpu = on_cpus(mesh.devices.flat)
     platform = "cpu" if on_cpu else "cuda" if on_gpus(mesh.devices.flat) else None
+    # The results wait because XLA sums norms of sharded arrays by collectives that it adds.
+    ordered = rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True)) if on_cpu else run
 
     def on_platform(*args: *Args) -> T:
-        args = jax.tree.map(_unread_if_empty, args)
+        # XLA crashes on programs that read an empty argument (jaxlib 0.11.2).
+        args = jax.tree.map(lambda x: x if x.size else jnp.empty_like(x), args)
         with pallas_kernels.for_platform(platform):
-            return in_order(run)(*args) if on_cpu else run(*args)
+            return ordered(*args)
 
     return jax.shard_map(on_platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _unread_if_empty(x: Array) -> Array:
-    """An array that replaces an empty argument: XLA crashes on programs that read one (jaxlib 0.11.2)."""
-    return x if x.size else jnp.empty_like(x)
 
 
 def one_at_a_time[T](mesh: Mesh, results: T) -> T:
@@ -61,15 +62,6 @@ def one_at_a_time[T](mesh: Mesh, results: T) -> T:
     """
     emulated = mesh.devices.size > 1 and on_cpus(mesh.devices.flat)
     return jax.block_until_ready(results) if emulated else results
-
-
-def in_order[*Args, T: PyTree[Array]](run: Callable[[*Args], T]) -> Callable[[*Args], T]:
-    """The function, with its collectives one after another.
-
-    It takes and returns arrays inside ``shard_map``. Derivatives must be taken inside it.
-    """
-    # The results wait because XLA sums norms of sharded arrays by collectives that it adds.
-    return rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True))
 
 
 def collective_axes(equation: core.JaxprEqn) -> tuple[str, ...]:

@@ -78,13 +78,19 @@ class GradientReduction:
 
     def __post_init__(self) -> None:
         """Compute the other fields."""
-        strategy, axes = self.strategy, axes_of(self.strategy, self.world)
+        strategy, world = self.strategy, self.world
+        to_owner = strategy.summed_at == "primary"
+        if to_owner and strategy.hops == 1:
+            axes = (OWNED,) if world.size > 1 else ()
+        else:
+            extents = {LOCAL: world.local} | ({NODE: world.nodes} if to_owner else {})
+            axes = tuple(axis for axis, extent in extents.items() if extent > 1)
         sends_sums = strategy.sums_in_pass and any(leaf.in_every_node for leaf in self.leaves)
         vars(self).update(
             axes=axes,
             sends_sums=sends_sums,
             hops=len(axes) + sends_sums,
-            crosses_nodes=strategy.grad_level == "primary" and self.world.nodes > 1,
+            crosses_nodes=strategy.grad_level == "primary" and world.nodes > 1,
             joins_hops=sends_sums and strategy.separate_stream,
             last_scope="reduce_local" if axes[-1:] == (LOCAL,) else "reduce_node",
         )
@@ -207,26 +213,25 @@ class GradientReduction:
     @property
     def sum_dtypes(self) -> tuple[jnp.dtype, ...]:
         """The narrowest dtype that holds each sum exactly: the gradient's, if one device has all of it."""
-
-        def dtype(leaf: ParamLayout) -> jnp.dtype:
+        dtypes: list[jnp.dtype] = []
+        for leaf in self.leaves:
             summed = any(self._crosses(leaf, axis) for axis in self.axes)
             kept = jnp.dtype(jnp.float32), *([] if summed else [leaf.gathered_dtype])
-            return min(kept, key=lambda dtype: dtype.itemsize)
-
-        return tuple(map(dtype, self.leaves))
+            dtypes.append(min(kept, key=lambda dtype: dtype.itemsize))
+        return tuple(dtypes)
 
     def _totals(self, chunk: Values, chunks: int) -> Values:
         """The sums of a chunk's payloads after the last of the ``axes``."""
-        to_owner = self.strategy.summed_at == "primary"
-
-        def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
-            if not self._crosses(leaf, self.axes[-1]):
-                return rows.reshape(-1).astype(jnp.float32)
-            size = (leaf.shard if to_owner else leaf.secondary) // chunks
-            return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
-
+        to_owner, totals = self.strategy.summed_at == "primary", list[Array]()
         with jax.named_scope(self.last_scope):
-            return tuple(total(rows, leaf) for rows, leaf in self._each(chunk))
+            for rows, leaf in self._each(chunk):
+                if not self._crosses(leaf, self.axes[-1]):
+                    totals.append(rows.reshape(-1).astype(jnp.float32))
+                    continue
+                size = (leaf.shard if to_owner else leaf.secondary) // chunks
+                codec = self._last_codec(leaf)
+                totals.append(codec.decode_sum(rows, size, rotation=leaf.rotation))
+        return tuple(totals)
 
     def reduce(self, grads: Values, seed: Seed) -> Values:
         """Encode gradients, send them over all hops, and sum them."""
@@ -359,14 +364,6 @@ class GradientReduction:
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
-
-
-def axes_of(strategy: ShardingStrategy, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
-    """The mesh axes over which a gradient is summed, in order; axes of extent 1 are left out."""
-    if strategy.summed_at == "primary" and strategy.hops == 1:
-        return (OWNED,) if world.size > 1 else ()
-    extents = {LOCAL: world.local} | ({NODE: world.nodes} if strategy.summed_at == "primary" else {})
-    return tuple(axis for axis, extent in extents.items() if extent > 1)
 
 
 def grad_size(strategy: ShardingStrategy, leaf: ParamLayout) -> int:

@@ -55,12 +55,12 @@ from zerojax.schedule.transforms import (
 )
 from zerojax.schedule.unit import (
     CALLED,
+    READ_BY_UNIT,
     Arrays,
     Body,
     Sharded,
     call_gathered,
     on_operands,
-    read_by_unit,
     refuse_mapped,
     take_apart,
 )
@@ -114,7 +114,8 @@ def scan_units(
     Returns:
         The last layer's ``x``; and for each kind its weights, if the scan changed them, and its state.
     """
-    units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
+    weights = (checkpoint_name(list(kind.weights), READ_BY_UNIT) for kind in kinds)
+    units, seeds = zip(*map(take_apart, weights), strict=True)
     bodies = tuple(on_operands(kind.body, kind.weights) for kind in kinds)
     for unit in units:
         if unit.update is not None:

@@ -34,7 +34,8 @@ _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]:
     """``body``, whose vjp keeps the results that the policy names, and weights uncopied."""
     policies = {
-        "full": _is_scale,
+        # A scale would cost a pass over activations to compute again.
+        "full": jax.checkpoint_policies.save_only_these_names(SCALE),
         "attention": _is_attention,
         "none": _is_expensive,
     }
@@ -45,11 +46,6 @@ def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]
 
     # The backward pass gathers its own weights, so the compiler cannot merge it with the forward pass.
     return jax.checkpoint(run, policy=policies[remat], prevent_cse=False)
-
-
-def _is_scale(_: Primitive, *__: object, **params: object) -> bool:
-    """Whether a result is a scale, which would cost a pass over activations to compute again."""
-    return params.get("name") == SCALE
 
 
 def _is_attention(primitive: Primitive, *_: object, **params: object) -> bool:

@@ -8,9 +8,7 @@ A ``Weight`` knows from which level it is gathered. The ``ShardingStrategy`` say
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeGuard
@@ -30,7 +28,7 @@ from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.remat import rematerialised
-from zerojax.schedule.transforms import Pullback, holding, partition, pullback, split_arrays
+from zerojax.schedule.transforms import Pullback, partition, pullback, split_arrays
 from zerojax.schedule.user_code import read_outside
 from zerojax.sharding.layout import ParamLayout, Values
 from zerojax.sharding.mesh import AXES
@@ -49,7 +47,9 @@ Body = Callable[..., Arrays]
 """A pure function of a unit's whole weights and of pytrees of arrays."""
 
 READ_BY_UNIT = "zerojax: a weight read by its unit"
-"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them."""
+"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them.
+
+``zerojax.train.loss_checks`` allows no other reads."""
 SHARDED = "zerojax: the sharded weight "
 """The ``checkpoint_name`` of a ``Sharded`` weight's arrays in a model, with the weight's name behind it."""
 WHOLE = "zerojax: the whole weight "
@@ -57,7 +57,8 @@ WHOLE = "zerojax: the whole weight "
 CALLED = "zerojax: a call of the stack with "
 """The ``checkpoint_name`` of the input of a stack that its backward pass updates, with a weight's name."""
 
-_calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
+CALLS: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
+"""Numbers for the calls of units in a pass, so that adapters drop different elements in each call."""
 
 
 @jax.tree_util.register_dataclass
@@ -114,21 +115,6 @@ for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
 def is_sharded(value: object) -> TypeGuard[Sharded]:
     """Whether a value is a unit's parameter as its unit receives it."""
     return isinstance(value, Sharded)
-
-
-def is_gathered(weight: object) -> bool:
-    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole already."""
-    return is_sharded(weight) and weight.weight.level != "full"
-
-
-def read_by_unit[T](values: T) -> T:
-    """Mark arrays of ``Sharded`` weights as read by their unit, for ``zerojax.train.loss_checks``."""
-    return checkpoint_name(values, READ_BY_UNIT)
-
-
-def numbered_calls() -> AbstractContextManager[None]:
-    """Number the calls of units in this context, so that adapters drop different elements in each call."""
-    return holding(_calls, itertools.count())
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
@@ -272,9 +258,9 @@ def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     ordered = sorted(every, key=lambda part: (part.leaf.frozen, part.leaf.in_every_node))
     seed = weights[0].seed
-    seeds = read_by_unit(seed)
+    seeds = checkpoint_name(seed, READ_BY_UNIT)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):
-        seeds = mix(seeds, next(_calls.get()))
+        seeds = mix(seeds, next(CALLS.get()))
     trained = tuple(part.sink for part in ordered if part.sink is not None)
     held = tuple(part.weight for part in ordered)
     update = next((part.update for part in ordered if part.update is not None), None)
@@ -309,7 +295,7 @@ _to_whole.defvjp(lambda *args: (_to_whole(*args), args[-1]), _to_whole_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def call_gathered(body: Body, unit: Unit, inputs: Inputs) -> Arrays:
     """Gather a ``Unit``'s weights, and run ``body(whole, *inputs)``."""
-    weights = read_by_unit(unit.weights)
+    weights = checkpoint_name(unit.weights, READ_BY_UNIT)
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
         weights, inputs = lax.optimization_barrier((weights, inputs))
@@ -329,7 +315,8 @@ class _Residuals(NamedTuple):
 
 
 def _call_fwd(body: Body, unit: Unit, inputs: Inputs) -> tuple[Arrays, _Residuals]:
-    held, inputs = lax.optimization_barrier((read_by_unit(unit.weights), inputs))
+    held = checkpoint_name(unit.weights, READ_BY_UNIT)
+    held, inputs = lax.optimization_barrier((held, inputs))
     secondary = to_secondary(lax.stop_gradient(held))
     out, vjp = pullback(body, _to_whole(unit.strategy, secondary, unit.sinks, unit.seed), *inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
@@ -342,7 +329,7 @@ def _call_fwd(body: Body, unit: Unit, inputs: Inputs) -> tuple[Arrays, _Residual
 def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Unit, Inputs]:
     del body
     unit, vjp = residuals
-    kept, seed = read_by_unit((unit.weights, unit.seed))
+    kept, seed = checkpoint_name((unit.weights, unit.seed), READ_BY_UNIT)
     # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
     # If the loss contains a gradient, this gather is differentiated, too.

@@ -201,11 +201,8 @@ def by_dma[T: PyTree[Array]](run: Callable[[Index, T], T], carried: T) -> T:
 
 def layer_at[T: PyTree[Array]](stacked: T, index: Index, axis: int = 0) -> T:
     """The layer at an index along the axis of layers, on the device."""
-
-    def one(x: Array) -> Array:
-        return to_device(lax.dynamic_index_in_dim(x, index, axis, False, allow_negative_indices=False))
-
-    return jax.tree.map(one, stacked)
+    at = functools.partial(lax.dynamic_index_in_dim, index=index, axis=axis, keepdims=False)
+    return jax.tree.map(lambda x: to_device(at(x, allow_negative_indices=False)), stacked)
 
 
 def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index, axis: int = 0) -> T:

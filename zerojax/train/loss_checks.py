@@ -4,8 +4,8 @@
 zeros and random seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``,
 ``module.variables["params"]``, an optax norm) would compute with those. The tree itself cannot prevent it,
 since transformations have to slice, stack and pass on the same arrays. So the traced program is checked, in
-which weights have checkpoint names: only a unit, which marks them by ``zerojax.schedule.unit.read_by_unit``,
-may use the arrays of a ``Sharded`` value.
+which weights have checkpoint names: only a unit, which marks them by ``READ_BY_UNIT``, may use the
+arrays of a ``Sharded`` value.
 
 **Branches.** A unit's weights are gathered from all devices. If a device does not take the branch that calls
 the unit, or leaves a loop before the others, the others wait for it forever. So the condition of such a
@@ -39,6 +39,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import CALLED, READ_BY_UNIT, SHARDED, WHOLE
 from zerojax.schedule.user_code import FORWARD_MODE, assigned, line_of_equation, read_outside
 from zerojax.sharding.mesh import AXES, LOCAL
+from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
 from zerojax.train.batch import Batch, map_batch
 from zerojax.train.model_pass import RETURNED, ModelPass, Outcome
@@ -98,18 +99,16 @@ def check_program(model: ModelPass, batch: Batch, program: jax.stages.Traced) ->
 def _differing(model: ModelPass, batch: Batch, state: Mapping[str, Axes]) -> list[Axes]:
     """The mesh axes along which the arguments of a program differ between devices; a seed does not."""
     equal = jax.tree.map(lambda _: _NONE, model)
-    weights = {path: _differing_weight(weight) for path, weight in model.given.weights.items()}
+    weights: dict[Path, Weight] = {}
+    for path, weight in model.given.weights.items():
+        in_part = weight.layout.parts > 1 if weight.level == "full" else weight.layout.in_every_node
+        axes = DIFFERING["secondary" if in_part else weight.level]
+        scale = None if weight.scale is None else _NONE  # equal everywhere
+        differing = jax.tree.map(lambda _, axes=axes: axes, weight)
+        weights[path] = dataclasses.replace(differing, scale=scale)
     given = equal.given._replace(weights=weights)
     rows = map_batch(lambda _: frozenset(AXES), lambda _: _NONE, batch)
     return jax.tree.leaves((dataclasses.replace(equal, given=given, model_state=state), rows, _NONE))
-
-
-def _differing_weight(weight: Weight) -> Weight:
-    """The same of a weight at its level; its scale is equal everywhere."""
-    in_part = weight.layout.parts > 1 if weight.level == "full" else weight.layout.in_every_node
-    level = "secondary" if in_part else weight.level
-    scale = None if weight.scale is None else _NONE
-    return dataclasses.replace(jax.tree.map(lambda _: DIFFERING[level], weight), scale=scale)
 
 
 def refuse_reads(program: jax.stages.Traced) -> Counter[str]:

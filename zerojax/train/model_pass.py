@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -16,8 +17,8 @@ from zerojax.adapters.adapter import Bound, ModelState
 from zerojax.adapters.loss import LossContext, call_loss, running_loss
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
-from zerojax.schedule.transforms import Pullback, is_float
-from zerojax.schedule.unit import SHARDED, WHOLE, Sharded, is_sharded, materialise, numbered_calls
+from zerojax.schedule.transforms import Pullback, holding, is_float
+from zerojax.schedule.unit import CALLS, SHARDED, WHOLE, Sharded, is_sharded, materialise
 from zerojax.schedule.user_code import translated_errors
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
@@ -134,7 +135,7 @@ class ModelPass:
         masters = {leaf.path: self.given.masters[leaf.path] for leaf in spec.leaves}
         weights = masters, self.sinks, spec.strategy.grad_level
         context = LossContext(bound.model, *weights, spec.axes, spec.zero.sequence_parallel)
-        with running_loss(context), numbered_calls(), translated_errors():
+        with running_loss(context), holding(CALLS, itertools.count()), translated_errors():
             return bound, checkpoint_name(run(bound.model, unmarked(batch), key), RETURNED)
 
     def forward(self, placed: Placed, batch: Batch, seed: Seed) -> tuple[Array, Outcome[Sums]]:

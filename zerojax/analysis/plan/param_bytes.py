@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from zerojax.analysis.plan.hops import gradient_hops
-from zerojax.comm.reduction import GradientReduction, axes_of, grad_size
+from zerojax.comm.reduction import GradientReduction, grad_size
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
@@ -126,7 +126,7 @@ class ParamBytes:
         unit's gradients wait, a second unit's are sent, and a third unit's arrive. Below stage 3 gradients do
         not queue behind the backward pass.
         """
-        two_hops = len(axes_of(self.strategy, self.world)) == 2
+        two_hops = len(GradientReduction(self.strategy, (), self.world).axes) == 2
 
         def encoded(leaf: ParamLayout) -> int:
             hops = [hop for hop in gradient_hops(self.spec, leaf) if hop.when == "backward"]
