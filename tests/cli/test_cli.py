@@ -146,8 +146,10 @@ def test_doctor_describes_the_machine(capfd: pytest.CaptureFixture[str]) -> None
         "packed documents",
     ):
         assert part in out
-    assert main(["doctor", "--mesh.nodes", "99"]) == 0
-    assert "refused" in capfd.readouterr().out
+    assert main(["doctor", "--mesh.nodes", "99", "--run-dir", f"{__file__}/runs"]) == 0
+    out = capfd.readouterr().out
+    assert "refused" in out
+    assert f"runs cannot be written to ({__file__}: Not a directory)" in out
 
 
 def test_help_describes_every_option(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +263,7 @@ def test_output_that_cannot_be_written_is_reported_in_one_line(command: str) -> 
 def test_debugging_options_of_jax_are_ignored(config: Path) -> None:
     """With each of them a model of zerojax, or optax, would fail when it is traced."""
     env = for_programs() | {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
-    env |= {"JAX_DISABLE_JIT": "1", "JAX_TRANSFER_GUARD": "disallow"}
+    env |= {"JAX_DISABLE_JIT": "1", "JAX_NO_TRACING": "1", "JAX_TRANSFER_GUARD": "disallow"}
     program = [sys.executable, "-m", "zerojax", "comm", str(config), "--json"]
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
     ignored = [line.split()[1] for line in done.stderr.splitlines() if "is ignored" in line]

@@ -16,6 +16,7 @@ from environment import for_programs
 from stopped_reader import full_pipe
 
 from zerojax.errors import EXIT_STOPPED
+from zerojax.multihost.preemption import ONE_REQUEST
 from zerojax.run.checkpoints import newest_valid, read_manifest, step_dirs
 from zerojax.run.metrics.files import read_metrics
 
@@ -175,7 +176,8 @@ with StopRequest():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_at_once(number: signal.Signals) -> None:
+def test_the_second_request_ends_at_once(number: signal.Signals) -> None:
+    """Not a signal that arrives twice, as from a terminal and from the parent process."""
     with started("-c", BUSY) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -184,6 +186,9 @@ def test_the_second_signal_ends_at_once(number: signal.Signals) -> None:
         assert (
             process.stderr.readline() == "zerojax: SIGTERM: saving after this step; once more ends at once\n"
         )
+        process.send_signal(number)
+        time.sleep(ONE_REQUEST)
+        assert process.poll() is None
         process.send_signal(number)
         assert process.stderr.readline() == f"zerojax: {number.name} again: ending at once\n"
         assert process.wait(timeout=20) == 128 + number
@@ -203,7 +208,7 @@ def test_the_second_signal_is_recorded(config: Path, tmp_path: Path) -> None:
     with started("-c", STUCK, "train", config, "--run-dir", run) as process:
         wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) > 2, process)
         process.send_signal(signal.SIGTERM)
-        time.sleep(1)
+        time.sleep(2 * ONE_REQUEST)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
@@ -219,6 +224,6 @@ def test_two_signals_end_a_process_whose_output_nobody_reads() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(2 * ONE_REQUEST)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 128 + signal.SIGTERM

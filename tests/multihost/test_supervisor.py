@@ -13,6 +13,7 @@ import pytest
 from stopped_reader import full_pipe
 
 from zerojax.multihost import supervisor
+from zerojax.multihost.preemption import ONE_REQUEST
 
 pytestmark = pytest.mark.alone
 
@@ -130,9 +131,12 @@ def test_processes_left_by_a_task_are_killed(tmp_path):
 
 def test_a_signal_is_forwarded(tmp_path):
     def interrupt():
+        """As `timeout` does, which signals its child and then its process group."""
         while not (tmp_path / "ready").exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=interrupt, daemon=True)
@@ -140,7 +144,7 @@ def test_a_signal_is_forwarded(tmp_path):
     saver = f"trap 'sleep 1; echo saved; exit 9' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     result, lines = run(shell("a", saver), grace=0.2)
     thread.join()
-    assert lines[-1] == "[a] saved", "the grace only runs after a second signal"
+    assert lines[-1] == "[a] saved", "the grace only runs after a second request"
     assert result.signals == (signal.SIGTERM,)
     assert result.code == 9
     assert signal.getsignal(signal.SIGTERM) is before
@@ -180,7 +184,7 @@ def test_a_job_ends_although_nobody_reads_its_output(end, tmp_path):
                     time.sleep(0.02)
                 for _ in range(2):
                     job.terminate()
-                    time.sleep(0.5)
+                    time.sleep(2 * ONE_REQUEST)
             assert job.wait(timeout=120) == (7 if end == "a dead rank" else 128 + signal.SIGTERM)
         finally:
             job.kill()

@@ -59,6 +59,7 @@ COMMANDS = {
 # Beginnings of the names of JAX's debugging options that zerojax's own models and optax cannot run under.
 _DEBUGGING = (
     "JAX_DISABLE_JIT",
+    "JAX_NO_",
     "JAX_NUMPY_DTYPE_PROMOTION",
     "JAX_NUMPY_RANK_PROMOTION",
     "JAX_TRANSFER_GUARD",

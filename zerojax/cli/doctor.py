@@ -1,5 +1,6 @@
 """``zerojax doctor``: versions, devices, kernels, links, and a suitable mesh and preset."""
 
+import os
 import platform
 import shutil
 import tempfile
@@ -159,7 +160,8 @@ def _rates(rates: list[float]) -> str:
 
 
 def _host(runs: Path) -> Rows:
-    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
+    places = (runs.absolute(), *runs.absolute().parents)
+    place = next(path for path in places if os.access(path, os.F_OK))
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(place)
     rows = [
         ("processors", str(psutil.cpu_count())),

@@ -1,9 +1,10 @@
-"""SIGTERM and SIGINT: the first asks a run to stop, the second ends it at once."""
+"""SIGTERM and SIGINT: the first request asks a run to stop, the second one ends it at once."""
 
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -13,6 +14,24 @@ from zerojax.log import logger
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds to record the end of a process on disk.
 _PATIENCE = 2.0
+# Signals within this many seconds are one request. A terminal signals a whole process group. `timeout` and
+# other parents also forward the signal to their child, which then gets it twice.
+ONE_REQUEST = 0.5
+
+
+class Requests:
+    """Tells whether a signal is a new request to stop."""
+
+    def __init__(self) -> None:
+        self._last = -ONE_REQUEST
+
+    def is_new(self) -> bool:
+        """Whether the signal that has just arrived is a new request."""
+        now = time.monotonic()
+        new = now - self._last >= ONE_REQUEST
+        if new:
+            self._last = now
+        return new
 
 
 class StopRequest:
@@ -21,7 +40,7 @@ class StopRequest:
     Python runs signal handlers between two instructions of the main thread, and not while it waits for a
     step. So the C-level handler writes the signal numbers to a socket, and a separate thread reads them.
 
-    The second signal ends the process, after calling ``note`` with the reason.
+    The second request ends the process, after calling ``note`` with the reason.
     """
 
     def __init__(self, note: Callable[[str], None] = lambda reason: None) -> None:
@@ -54,9 +73,10 @@ class StopRequest:
             self._reader.close()
 
     def _listen(self) -> None:
+        requests = Requests()
         while number := self._reader.recv(1):
             name = signal.Signals(number[0]).name
-            if number[0] not in _SIGNALS:
+            if number[0] not in _SIGNALS or not requests.is_new():
                 continue
             if self.received:
                 self._end(number[0], f"{name} again: ending at once")

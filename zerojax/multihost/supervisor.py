@@ -20,6 +20,7 @@ from typing import BinaryIO
 from zerojax import terminal
 from zerojax.log import logger
 from zerojax.multihost import pdeathsig
+from zerojax.multihost.preemption import Requests
 
 # Seconds that the output of tasks waits for a reader before lines queue, and then are dropped.
 _PATIENCE = 1.0
@@ -277,10 +278,13 @@ class Supervisor:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = signal.SIGTERM, signal.SIGINT
-        before = [
-            signal.signal(number, lambda number, _: self.events.put(("signal", number))) for number in numbers
-        ]
+        numbers, requests = (signal.SIGTERM, signal.SIGINT), Requests()
+
+        def forward(number: int, _: object) -> None:
+            if requests.is_new():
+                self.events.put(("signal", number))
+
+        before = [signal.signal(number, forward) for number in numbers]
         try:
             yield
         finally:
