@@ -1,15 +1,11 @@
 """``zerojax completion SHELL``: prints a script that completes the command line in bash or zsh."""
 
-import dataclasses
 import importlib
-import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from tyro.conf import FlagCreatePairsOff, Positional
-
 from zerojax.cli import COMMANDS
+from zerojax.cli.booleans import is_boolean, negated, options_of
 from zerojax.errors import ConfigurationError
 from zerojax.run.config import known_configs
 
@@ -52,19 +48,9 @@ def run(arguments: list[str]) -> None:
     )
 
 
-def _options(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The options of a command, with the names that tyro gives to its dataclass's fields."""
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        own, *marks = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        made = next(
-            (mark.constructor_factory for mark in marks if hasattr(mark, "constructor_factory")), None
-        )
-        own = own if made is None else made()
-        if dataclasses.is_dataclass(own) or typing.is_typeddict(own):
-            nested = any(getattr(mark, "name", None) == "" for mark in marks)
-            yield from _options(typing.cast(type[Any], own), prefix if nested else f"{prefix}{name}.")
-        elif not any(mark in typing.get_args(Positional[Path])[1:] for mark in marks):
-            option = name.replace("_", "-")
-            yield f"--{prefix}{option}".replace("_", "-")
-            if own is bool and FlagCreatePairsOff not in marks:
-                yield f"--{prefix}no-{option}".replace("_", "-")
+def _options(kind: type[Any]) -> Iterator[str]:
+    """The options of a command, with the negations of its booleans."""
+    for name, of in options_of(kind):
+        yield name
+        if is_boolean(of):
+            yield negated(name)

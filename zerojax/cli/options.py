@@ -21,6 +21,7 @@ from tyro.constructors import (
     UnsupportedTypeAnnotationError,
 )
 
+from zerojax.cli.booleans import spell_booleans
 from zerojax.errors import ConfigurationError
 from zerojax.run.config import MeshSection
 from zerojax.run.config.keys import documentation, keys_of, row_of, section_of
@@ -140,7 +141,8 @@ def read_options[Options: "DataclassInstance"](
     program, errors = f"zerojax {command}", io.StringIO()
     try:
         with redirect_stderr(errors), all_at_once():
-            read = tyro.cli(options, args=arguments, prog=program, registry=_REGISTRY, add_help=helps)
+            words = [*spell_booleans(options, arguments)]
+            read = tyro.cli(options, args=words, prog=program, registry=_REGISTRY, add_help=helps)
     except SystemExit as end:
         if (refusal := _cause(end)) is not None:
             raise refusal from None
