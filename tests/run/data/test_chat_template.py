@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from environment import ROOT
 
+from zerojax.run.data import chat_template
 from zerojax.run.data.chat_template import CHATML, ChatTemplate, TemplateProcess, find_template, load_template
 from zerojax.run.data.formats import DataError
 
@@ -108,6 +109,56 @@ def test_the_built_in_template_is_the_published_one() -> None:
 )
 def test_the_assistants_turns_count_with_what_ends_them(name: str, turns: list[str]) -> None:
     assert learned(template(name), chat("a", "b", "c", "e & f")) == turns
+
+
+NUMBERED = PLAIN.replace("[{{ m.role }}]", "[{{ loop.index }} {{ m.role }}]")
+AT_THE_END = PLAIN.replace(".{%", ".{% if not loop.last %} {% endif %}{%", 1).replace("%}[a", "%} [a")
+
+
+def agent(calls: int) -> list[dict[str, Any]]:
+    """A conversation in which the assistant calls a tool after most of its messages."""
+    pair = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "3"}]
+    steps = [{**message, "content": f"{message['content']} {i}"} for i in range(calls) for message in pair]
+    return [{"role": "system", "content": "s"}, *chat("a"), *steps, *chat("b", "c")[::-1], *chat("d", "e")]
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        *(
+            (TEMPLATES[name], chat(*map(str, range(150))))
+            for name in ("chatml", "headers", "instruct", "turns")
+        ),
+        *((TEMPLATES[name], agent(60)) for name in ("chatml", "headers", "tools")),
+        (AT_THE_END, agent(60)),
+    ],
+)
+def test_a_long_conversation_is_rendered_in_stretches(
+    source: str, messages: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered = 0
+
+    def render(source: str, every: Any) -> Any:
+        nonlocal rendered
+        rendered += sum(len(variables["messages"]) for variables in every)
+        return original(source, every)
+
+    original = chat_template._PROCESS.render
+    monkeypatch.setattr(chat_template._PROCESS, "render", render)
+    messages[-1]["weight"] = messages[3]["weight"] = messages[4]["weight"] = 0
+    found = ChatTemplate(source, KNOWN["special_tokens"])
+    quick, rendered_quick, rendered = found.render_targets(messages), rendered, 0
+    monkeypatch.setattr(chat_template, "_STRETCH", 10**6)
+    assert quick == found.render_targets(messages)
+    assert rendered_quick < rendered / 3
+    assert len(quick[1]) > 50
+
+
+def test_a_template_that_numbers_all_messages_is_rendered_as_a_whole() -> None:
+    long = chat(*map(str, range(100)))
+    assert learned(ChatTemplate(NUMBERED.replace("[assistant]", "[")), long)[-1] == "100 assistant]99."
+    with pytest.raises(DataError, match="messages up to 1 differently"):
+        template("thinking").render_targets(long)
 
 
 def test_an_answer_may_begin_with_what_the_template_adds() -> None:

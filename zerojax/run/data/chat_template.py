@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -45,6 +46,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 _PROBE = "0f2c9a71"  # content that no template writes itself
 _MAX_CHARS = 1 << 20  # of a template
+_STRETCH = 32  # messages
 _TOOLS = re.compile(r"\btools\b")
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -163,23 +165,58 @@ class ChatTemplate:
         """
         written = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [number for number in written if messages[number].get("weight") != 0]
-        cuts = [] if self._has_blocks else [cut for n in turns for cut in ((n, True), (n + 1, False))]
-        (text, blocks), *others = self._render(messages, tools, [(len(messages), False), *cuts])
-        if self._has_blocks:
-            if len(turns) == len(written):
-                return text, _written(blocks)
-            if len(blocks) != len(written):
-                raise DataError(
-                    f"{self.name} marks {len(blocks)} texts in {len(written)} messages of the assistant, so "
-                    "those with weight 0 are not known: remove them"
-                )
-            return text, _written(one for n, one in zip(written, blocks, strict=True) if n in turns)
+        if not self._has_blocks:
+            text, ranges = self._in_stretches(messages, tools, turns) or self._turns(messages, tools, turns)
+            return text, _written(ranges)
+        ((text, blocks),) = self._render(messages, tools, [(len(messages), False)])
+        if len(turns) == len(written):
+            return text, _written(blocks)
+        if len(blocks) != len(written):
+            raise DataError(
+                f"{self.name} marks {len(blocks)} texts in {len(written)} messages of the assistant, so "
+                "those with weight 0 are not known: remove them"
+            )
+        return text, _written(one for n, one in zip(written, blocks, strict=True) if n in turns)
+
+    def _turns(
+        self, messages: Sequence[Message], tools: Tools, turns: Iterable[int]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the ranges of the messages ``turns`` in it."""
+        cuts = [cut for n in turns for cut in ((n, True), (n + 1, False))]
+        (text, _), *others = self._render(messages, tools, [(len(messages), False), *cuts])
         ranges: list[tuple[int, int]] = []
         for number, (before, _), (after, _) in zip(turns, others[::2], others[1::2], strict=True):
             if not (after.startswith(before) and text.startswith(after)):
                 raise self._break(messages, tools, number)
             ranges.append((len(before), len(after)))
-        return text, _written(ranges)
+        return text, ranges
+
+    def _in_stretches(
+        self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """Like ``_turns``, in a time that is linear in the number of messages.
+
+        Each stretch is rendered after the first messages alone. None if the conversation is short, or if the
+        texts of the stretches do not make up its text.
+        """
+        first, *starts = _starts(messages)
+        if not starts:
+            return None
+        try:
+            whole = self.render(messages, tools=tools)
+            begin = self.render(messages[:first], tools=tools)
+            ranges, end = list[tuple[int, int]](), len(begin)
+            for start, stop in pairwise([first, *starts, len(messages)]):
+                own = [n - start + first for n in turns if n < stop and (n >= start or start == first)]
+                text, found = self._turns([*messages[:first], *messages[start:stop]], tools, own)
+                added = text[len(begin) :]
+                if not (text.startswith(begin) and whole.startswith(added, end)):
+                    return None
+                ranges += [(at + end - len(begin), to + end - len(begin)) for at, to in found]
+                end += len(added)
+        except DataError:
+            return None
+        return (whole, ranges) if end == len(whole) else None
 
     def render_response(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
         """The text of a conversation, and the ranges in its last message that the assistant writes.
@@ -317,6 +354,20 @@ class ChatTemplate:
             return _PROCESS.render(self.source, every)
         except DataError as error:
             raise DataError(f"{self.name}: {error}") from error
+
+
+def _starts(messages: Sequence[Message]) -> list[int]:
+    """The numbers of messages that begin a stretch: the one after the first response, and later ones like it.
+
+    Each follows a response, and has the same role.
+    """
+    starts = list[int]()
+    for number, (before, message) in enumerate(pairwise(messages), 1):
+        if before["role"] == "assistant" and (
+            not starts or (number - starts[-1] >= _STRETCH and message["role"] == messages[starts[0]]["role"])
+        ):
+            starts.append(number)
+    return starts or [len(messages)]
 
 
 def _written(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -136,9 +136,9 @@ class Conversations:
         found = []
         spans = tokenizer.encode_spans([document.text.decode() for document in documents])
         for document, (tokens, starts, ends) in zip(documents, spans, strict=True):
-            mask = np.zeros(len(tokens), bool)
-            for start, end in document.targets or ():
-                mask |= (starts < end) & (ends > start)
+            firsts, lasts = np.sort(np.array(document.targets or (), int).reshape(-1, 2), axis=0).T
+            # More ranges begin before a token's end than end before its start, so it is in one.
+            mask = np.searchsorted(firsts, ends) > np.searchsorted(lasts, starts, "right")
             found.append(Encoded(tokens, mask))
         return found
 

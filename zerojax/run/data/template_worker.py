@@ -35,14 +35,14 @@ Ranges = list[tuple[int, int]]
 class GenerationBlocks(Extension):
     """The tag {% generation %} ... {% endgeneration %} around text that the assistant writes.
 
-    ``pieces`` are the text written so far, ``ranges`` the places of its blocks.
+    ``written`` counts the characters so far, ``ranges`` are the places of the blocks.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own is not annotated either)
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        self.pieces: list[str] = []
+        self.written = 0
         self.ranges: Ranges = []
 
     def parse(self, parser: Any) -> Node:
@@ -53,8 +53,7 @@ class GenerationBlocks(Extension):
 
     def _record(self, caller: Any) -> str:
         text = caller()
-        start = sum(map(len, self.pieces))
-        self.ranges.append((start, start + len(text)))
+        self.ranges.append((self.written, self.written + len(text)))
         return text
 
 
@@ -79,9 +78,11 @@ compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> tuple[str, Ranges]:
     """A text, and the ranges of its generation blocks. Raises ValueError if it is far too long."""
     blocks: Any = ENVIRONMENT.extensions[GenerationBlocks.identifier]
-    blocks.pieces, blocks.ranges = pieces, ranges = [], []
+    pieces, ranges = list[str](), Ranges()
+    blocks.written, blocks.ranges = 0, ranges
     for piece in template.generate(variables):
         pieces.append(piece)
+        blocks.written += len(piece)
     text = "".join(pieces)
     if len(text) > _MAX_CHARS:
         raise ValueError(f"it writes more than {_MAX_CHARS:,} characters")
