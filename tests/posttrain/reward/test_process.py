@@ -227,21 +227,25 @@ def test_an_answer_that_keeps_coming_has_the_same_time() -> None:
         assert read_line(ours, time.monotonic() + 60) == b"{}\n"
 
 
-def test_what_a_reward_started_ends_with_a_trainer_that_is_killed(function: str) -> None:
+def test_what_a_reward_started_ends_with_a_trainer_that_is_killed(function: str, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
     program = f"""
 from zerojax.posttrain.reward.process import RewardProcess
 process = RewardProcess([{function!r}], 60.0)
 process.load()
 process.ask("score", "", "hang", {{}})
 """
-    with subprocess.Popen([sys.executable, "-c", program]) as trainer:
+    env = os.environ | {"TMPDIR": str(tmp_path / "t")}
+    with subprocess.Popen([sys.executable, "-c", program], env=env) as trainer:
         child, deadline = Path("child"), time.monotonic() + 60
         while not (child.exists() and child.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         pid = int(child.read_text())
         assert is_alive(pid)
+        assert [*(tmp_path / "t").glob("zerojax-reward-*")]
         trainer.kill()
     assert_gone(pid)
+    assert not [*(tmp_path / "t").iterdir()]
 
 
 def test_a_child_that_comes_back_from_the_function_answers_nothing(process: RewardProcess) -> None:

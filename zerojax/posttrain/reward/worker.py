@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_REWARD = 3.4028235e38
@@ -166,13 +167,16 @@ def result_or_error(find: Callable[[], Response]) -> Response:
         return {"error": " ".join(f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH].split())}
 
 
-def kill_group_after(wait: Callable[..., object], *arguments: Any) -> None:
-    """Wait, then kill this process and its group."""
+def end_group_after(address: str, wait: Callable[..., object], *arguments: Any) -> None:
+    """Wait, then remove the socket with its folder, and kill this process and its group."""
     wait(*arguments)
+    for remove, path in ((os.unlink, address), (os.rmdir, os.path.dirname(address))):
+        with suppress(OSError):  # the trainer or another thread has removed it
+            remove(path)
     os.killpg(0, signal.SIGKILL)
 
 
-def fork_guarded() -> None:
+def fork_guarded(address: str) -> None:
     """Fork a process to run the user's code, and return in that process.
 
     The first process leads the group. It kills the group, including all children of the user's code, when the
@@ -180,13 +184,13 @@ def fork_guarded() -> None:
     end, is gone.
     """
     if worker := os.fork():
-        threading.Thread(target=kill_group_after, args=(os.waitpid, worker, 0), daemon=True).start()
-        kill_group_after(os.read, 0, 1)
+        threading.Thread(target=end_group_after, args=(address, os.waitpid, worker, 0), daemon=True).start()
+        end_group_after(address, os.read, 0, 1)
 
 
 def main(address: str, kind: str, *named: str) -> None:
     """Respond to questions until the connection ends."""
-    fork_guarded()
+    fork_guarded(address)
     # The output of a function goes to standard error.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
