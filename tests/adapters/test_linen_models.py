@@ -143,6 +143,31 @@ def test_names_that_cannot_be_told_apart_are_refused(collection, paths):
         create(model, (linen.Dense,))
 
 
+class WeightNormed(linen.Module):
+    """A layer whose weights are normalised, made in either way that is accepted."""
+
+    way: str
+
+    def setup(self):
+        if self.way == "attribute":
+            self.dense = linen.Dense(1)
+            self.norm = linen.WeightNorm(self.dense)
+
+    @linen.compact
+    def __call__(self, x):
+        if self.way == "attribute":
+            return self.norm(x)
+        return linen.WeightNorm(linen.Dense(1))(x)
+
+
+@pytest.mark.filterwarnings("ignore:no unit is named")
+def test_weight_norm_has_a_way_out():
+    with pytest.raises(zerojax.ZeroError, match=r"WeightNorm .* in a module's @nn\.compact method"):
+        create(linen.Sequential([linen.WeightNorm(linen.Dense(1))]), ())
+    for way in ("compact", "attribute"):
+        check_training(create(WeightNormed(way), ()), WeightNormed(way))
+
+
 class Drawing(linen.Module):
     """Sows draws of a stream of its own, and of two that Flax takes from "params"."""
 

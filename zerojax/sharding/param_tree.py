@@ -37,7 +37,9 @@ def by_name(paths: Collection[Path]) -> dict[str, Path]:
 def _ambiguous(one: Path, other: Path) -> ConfigurationError:
     return ConfigurationError(
         f'{one} and {other} in the model have the same name when their parts are joined by "/", or one is '
-        'a folder of the other: rename the variable or module that has a "/" in its name.'
+        'a folder of the other: rename the variable or module that has a "/" in its name. The scale of '
+        "flax.linen.WeightNorm has one: call it and its layer in a module's @nn.compact method, or assign the "
+        "layer to another attribute in setup."
     )
 
 
