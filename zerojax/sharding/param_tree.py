@@ -38,8 +38,8 @@ def _ambiguous(one: Path, other: Path) -> ConfigurationError:
     return ConfigurationError(
         f'{one} and {other} in the model have the same name when their parts are joined by "/", or one is '
         'a folder of the other: rename the variable or module that has a "/" in its name. The scale of '
-        "flax.linen.WeightNorm has one: call it and its layer in a module's @nn.compact method, or assign the "
-        "layer to another attribute in setup."
+        "flax.linen.WeightNorm has one: call it and its layer in a module's @nn.compact method, or assign "
+        "the layer to another attribute in setup."
     )
 
 
