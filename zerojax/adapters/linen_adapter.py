@@ -25,9 +25,10 @@ from zerojax.adapters.linen_model import (
     by_path,
     is_method,
 )
-from zerojax.adapters.loss import LossContext, LossFn, call_loss, running_loss
+from zerojax.adapters.loss import CONTEXT, LossContext, LossFn, call_loss
 from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.transforms import holding
 from zerojax.schedule.unit import Arrays, Sharded
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
@@ -119,7 +120,7 @@ class LinenAdapter(Adapter):
         params_key, dropout_key = jax.random.split(key)
         model = UncreatedModel(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
-        with running_loss(LossContext(model)):
+        with holding(CONTEXT, LossContext(model)):
             call_loss(self._loss_fn, model, batch, dropout_key)
         return model.boxed
 
@@ -183,7 +184,7 @@ class LinenAdapter(Adapter):
         def look(weights: Given, model_state: ModelState, batch: PyTree[Array]) -> Array:
             variables = self._variables(weights, model_state)
             model = BoundModel(self._module, frozenset(), variables, jax.random.key(0))
-            with linen.intercept_methods(intercept), running_loss(LossContext(model)):
+            with linen.intercept_methods(intercept), holding(CONTEXT, LossContext(model)):
                 return call_loss(self._loss_fn, model, batch, jax.random.key(0))[0]
 
         self._trace(look, weights, self.abstract_model_state, self._batch)
@@ -202,12 +203,12 @@ def _refuse_from_outside(unit: Path, module: linen.Module) -> None:
 
 def _check_units(units: tuple[type, ...], found: Units, weights: Collection[Path]) -> None:
     """Refuse a unit class that does not occur in the model, or that has no parameters there."""
-    holding = {path[:depth] for path in weights for depth in range(len(path))}
+    above = {path[:depth] for path in weights for depth in range(len(path))}
     for cls in units:
         modules = {path for path, (_, kinds) in found.items() if cls in kinds}
         if not modules:
             raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
-        if holding.isdisjoint(modules):
+        if above.isdisjoint(modules):
             raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} has no parameters: leave it out.")
 
 

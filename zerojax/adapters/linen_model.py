@@ -51,7 +51,8 @@ class InScope(Sharded, Box):
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
         """Called when a loop or a map over layers slices the parameter. Refuse any axis but the first."""
         if index != 0:
-            raise ConfigurationError(f"the unit's parameter {self.leaf.name!r} is scanned {ANOTHER_AXIS}")
+            name = self.weight.layout.name
+            raise ConfigurationError(f"the unit's parameter {name!r} is scanned {ANOTHER_AXIS}")
         return super().remove_axis(index, params)
 
 
@@ -61,16 +62,16 @@ class _Unread(Sharded):
     @property
     def shape(self) -> tuple[int, ...]:
         """The whole parameter's shape."""
-        return self.leaf.shape
+        return self.weight.layout.shape
 
     def __getattr__(self, name: str) -> Never:
         """Refuse all other attributes of arrays."""
-        raise WeightReadError(read_outside(self.leaf.name))
+        raise WeightReadError(read_outside(self.weight.layout.name))
 
     @property
     def __jax_array__(self) -> Never:  # pyrefly: ignore[bad-override]  (JAX calls no leaf's)
         """Refuse a conversion to an array of JAX."""
-        raise ConfigurationError(read_outside(self.leaf.name))
+        raise ConfigurationError(read_outside(self.weight.layout.name))
 
 
 class WeightReadError(ConfigurationError, AttributeError):

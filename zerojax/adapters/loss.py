@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.transforms import holding
 from zerojax.sharding.mesh import LOCAL
 
 if TYPE_CHECKING:
@@ -61,17 +59,13 @@ class LossContext:
 
 
 _ALONE = LossContext()
-_context: ContextVar[LossContext] = ContextVar("context of the loss", default=_ALONE)
-
-
-def running_loss(context: LossContext) -> AbstractContextManager[None]:
-    """Within this Python context a loss function with this ``LossContext`` runs."""
-    return holding(_context, context)
+CONTEXT: ContextVar[LossContext] = ContextVar("context of the loss", default=_ALONE)
+"""Of the loss function that runs in a Python context."""
 
 
 def loss_context() -> LossContext:
     """The context of the running loss function; outside of one, a context without other devices."""
-    return _context.get()
+    return CONTEXT.get()
 
 
 def devices_a_row() -> int:

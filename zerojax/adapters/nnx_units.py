@@ -352,8 +352,8 @@ def _call_unit(
     if any(jnp.ndim(weight.seed) for weight in sharded):
         raise ConfigurationError(
             f"the unit {type(module).__name__} was created by nnx.vmap, as a stack of "
-            f"{sharded[0].leaf.layers}, and is called as one: run it by nnx.scan or nnx.vmap, or leave its "
-            "class out of ZeroConfig.units."
+            f"{sharded[0].weight.layout.layers}, and is called as one: run it by nnx.scan or nnx.vmap, or "
+            "leave its class out of ZeroConfig.units."
         )
 
     def run(

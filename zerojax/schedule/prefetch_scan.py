@@ -278,7 +278,7 @@ def _forward(layers: _Layers, args: ScanArgs, *, keeping: bool) -> tuple[_Result
     whole = to_full(secondary)
     stacks = [empty(first, secondary, whole)]
     for kind in range(1, len(units)):
-        place = order.of_kind(kind)
+        place = Place(order, order.kinds.index(kind))
         stacks.append(empty(place, *jax.eval_shape(_gathered, place.of(weights))))
     carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
     carry = over_layers(layer, carry, order, range(last), range(order.first_periodic, looped), order.period)

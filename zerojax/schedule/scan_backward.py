@@ -232,8 +232,10 @@ class _BackwardPass:
         """Run a layer's vjp, and move weights and gradients one stage on."""
         ahead = self.prefetcher
         if self.updates:
+            # Weights that updates encode are read from the arrays to which updates write.
             now = zip(self.storage, carry.stored, ahead.weights, strict=True)
-            ahead = replace(ahead, weights=tuple(_encoded_weights(*own) for own in now))
+            encoded = (kind.weights(x, w) if isinstance(kind, UpdatedLayers) else w for kind, x, w in now)
+            ahead = replace(ahead, weights=tuple(encoded))
         fetching, secondary = ahead.advance(carry.fetching, place)
         if self.updates:
             # Reads come before writes. Otherwise the compiler would copy the stacks.
@@ -317,10 +319,3 @@ def _storage(
     if unit.strategy.reads_layers:
         return SeparateSums(arrays)
     return SumStorage(residuals, arrays, rows, reduction.sum_dtypes)
-
-
-def _encoded_weights(
-    storage: SumStorage | SeparateSums | UpdatedLayers, stored: Stored, weights: Weights
-) -> Weights:
-    """The weights of a kind. Weights that updates encode are read from the arrays to which updates write."""
-    return storage.weights(stored, weights) if isinstance(storage, UpdatedLayers) else weights

@@ -86,23 +86,18 @@ class Sharded:
     update: LayerUpdate | None = None
     probe: Array | None = None
 
-    @property
-    def leaf(self) -> ParamLayout:
-        """The layout of the weight."""
-        return self.weight.layout
-
     def updated(self, replicas: Mapping[Path, Weight]) -> "Sharded":
         """The parameter and its adapter with refreshed replicas as their weights."""
         adapter = tuple(part.updated(replicas) for part in self.adapter)
-        return replace(self, weight=replicas.get(self.leaf.path, self.weight), adapter=adapter)
+        return replace(self, weight=replicas.get(self.weight.layout.path, self.weight), adapter=adapter)
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call, where the whole weight does not exist."""
-        raise ConfigurationError(read_outside(self.leaf.name))
+        raise ConfigurationError(read_outside(self.weight.layout.name))
 
     def __repr__(self) -> str:
         """The parameter's name, which ``translated_errors`` looks for in messages."""
-        return f"Sharded({self.leaf.name!r})"
+        return f"Sharded({self.weight.layout.name!r})"
 
 
 # Flax applies the operators of a parameter to its value.
@@ -127,7 +122,7 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     unit, _ = take_apart(weights)
     whole: Weights = _to_whole(unit.strategy, to_secondary(unit.weights), unit.sinks, unit.seed)
     by_path = {w.layout.path: lax.stop_gradient(w.values) if w.layout.frozen else w.values for w in whole}
-    return tuple(by_path[w.leaf.path] for w in weights)
+    return tuple(by_path[w.weight.layout.path] for w in weights)
 
 
 def call_unit[S, T: PyTree](
@@ -185,9 +180,9 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
         A function of ``(whole, (seeds, state), *args)``, with the ``seeds`` from ``take_apart``, in the name
         scope "layer". Its vjp keeps what the rematerialisation policy says.
     """
-    slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
+    slots = [(w.weight.layout, tuple(part.weight.layout.path for part in w.adapter), w.lora) for w in weights]
     in_place = weights[0].strategy.in_place
-    plain = not in_place and all(w.lora is None and not w.leaf.fp8 for w in weights)
+    plain = not in_place and all(w.lora is None and not w.weight.layout.fp8 for w in weights)
     run = body if plain else at_matmuls(body)
 
     def layer(whole: Weights, own: tuple[Seed, Arrays], *args: Arrays) -> Arrays:
@@ -256,7 +251,7 @@ class Unit:
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     """The parameters of a unit as a ``Unit``, and the seeds of its adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
-    ordered = sorted(every, key=lambda part: (part.leaf.frozen, part.leaf.in_every_node))
+    ordered = sorted(every, key=lambda part: (part.weight.layout.frozen, part.weight.layout.in_every_node))
     seed = weights[0].seed
     seeds = checkpoint_name(seed, READ_BY_UNIT)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):

@@ -75,10 +75,6 @@ class Order:
             period=repeats[1],
         )
 
-    def of_kind(self, kind: int) -> "Place":
-        """The first layer of a kind."""
-        return Place(self, self.kinds.index(kind))
-
 
 @dataclass(frozen=True)
 class Place:

@@ -193,15 +193,12 @@ class _Labels(Analysis[str | None, Counter[str]]):
     def merged(self, states: Sequence[Counter[str]]) -> Counter[str]:
         most, least = functools.reduce(operator.or_, states), functools.reduce(operator.and_, states)
         # What some branches do not call is called neither once nor never.
-        return least + _times(2, most - least)
+        return most + (most - least)
 
     def repeated(self, equation: core.JaxprEqn, before: Counter[str]) -> Counter[str]:
         rounds = {"while": 2, "scan": equation.params.get("length", 1)}.get(equation.primitive.name, 1)
-        return before + _times(rounds, self.state - before)
-
-
-def _times(factor: int, calls: Counter[str]) -> Counter[str]:
-    return Counter({name: factor * count for name, count in calls.items()})
+        calls = self.state - before
+        return before + Counter({name: rounds * count for name, count in calls.items()})
 
 
 class Branches(Analysis[Axes, None]):

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float32, Num
 
 from zerojax.adapters.adapter import Bound, ModelState
-from zerojax.adapters.loss import LossContext, call_loss, running_loss
+from zerojax.adapters.loss import CONTEXT, LossContext, call_loss
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
 from zerojax.schedule.transforms import Pullback, holding, is_float
@@ -135,7 +135,7 @@ class ModelPass:
         masters = {leaf.path: self.given.masters[leaf.path] for leaf in spec.leaves}
         weights = masters, self.sinks, spec.strategy.grad_level
         context = LossContext(bound.model, *weights, spec.axes, spec.zero.sequence_parallel)
-        with running_loss(context), holding(CALLS, itertools.count()), translated_errors():
+        with holding(CONTEXT, context), holding(CALLS, itertools.count()), translated_errors():
             return bound, checkpoint_name(run(bound.model, unmarked(batch), key), RETURNED)
 
     def forward(self, placed: Placed, batch: Batch, seed: Seed) -> tuple[Array, Outcome[Sums]]:
@@ -148,7 +148,7 @@ class ModelPass:
         state = bound.model_state().items()
         changed = checkpoint_name({name: x for name, x in state if x is not self.model_state[name]}, RETURNED)
         left = bound.sharded()
-        kept = (w.weight for w in left if w.weight.level == "secondary" and not w.leaf.frozen)
+        kept = (w.weight for w in left if w.weight.level == "secondary" and not w.weight.layout.frozen)
         replicas = {weight.layout.path: weight for weight in kept}
         probes = [w.probe for w in left if w.probe is not None]
         return total, Outcome(sums, changed, replicas, probes, bound.replaced() if self.train else {})
