@@ -111,16 +111,12 @@ def block_scales(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Ar
     peaks = jnp.max(to_bits(blocks) & 0x7FFFFFFF, axis=-1)
     broken = peaks > MAX_PEAK_BITS
     peaks = jnp.where(broken, 0, peaks)
-    units = jnp.maximum(jnp.max(_by_group(peaks), axis=-1), MIN_PEAK_BITS)
+    padded = jnp.pad(peaks, ((0, 0), (0, -peaks.shape[1] % NF4_GROUP)))
+    groups = padded.reshape(len(peaks), -1, NF4_GROUP)
+    units = jnp.maximum(jnp.max(groups, axis=-1), MIN_PEAK_BITS)
     units = to_float(units) * UNIT
     codes = jnp.where(broken, NAN_SCALE, _scale_codes(to_float(peaks), _of_blocks(units, peaks.shape[1])))
     return codes.astype(jnp.uint8), units, _scales(codes, units)
-
-
-def _by_group(x: jax.Array) -> jax.Array:
-    """[rows, blocks] as [rows, groups, NF4_GROUP], padded with zeros."""
-    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % NF4_GROUP)))
-    return padded.reshape(x.shape[0], -1, NF4_GROUP)
 
 
 def _of_blocks(units: jax.Array, blocks: int) -> jax.Array:

@@ -60,17 +60,12 @@ class LossContext:
 
 _ALONE = LossContext()
 CONTEXT: ContextVar[LossContext] = ContextVar("context of the loss", default=_ALONE)
-"""Of the loss function that runs in a Python context."""
-
-
-def loss_context() -> LossContext:
-    """The context of the running loss function; outside of one, a context without other devices."""
-    return CONTEXT.get()
+"""Of the running loss function; outside of one, a context without other devices."""
 
 
 def devices_a_row() -> int:
     """How many devices share a row here: 1 outside of a step."""
-    return loss_context().devices_a_row
+    return CONTEXT.get().devices_a_row
 
 
 def call_loss(
@@ -141,7 +136,7 @@ def world_sum[T: PyTree[Array]](x: T) -> T:
         ...     mean = zerojax.world_sum(jnp.sum(model(batch["x"]))) / rows
         ...     return jnp.square(mean)  # of the whole batch's mean
     """
-    axes = loss_context().axes
+    axes = CONTEXT.get().axes
     return _sum(axes, x) if axes else x
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from zerojax.adapters.loss import LossContext, loss_context
+from zerojax.adapters.loss import CONTEXT, LossContext
 from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
@@ -57,7 +57,7 @@ def weight_sum(
         >>> metrics = zerojax.eval_step(state, batch, penalised)
     """
     patterns = [paths] if isinstance(paths, str) else paths
-    context = loss_context()
+    context = CONTEXT.get()
     if model is not None and context.model is model:
         sums = {path: lambda path=path: _sum_of_shards(path, context, function) for path in context.masters}
     else:

@@ -171,7 +171,13 @@ class CommReport:
         }
 
     def __rich__(self) -> RenderableType:
-        return Group(self._collectives_table(), self._phases_table(), self.summary())
+        numbers = numeric("in the node", "between nodes")
+        phases = Table("phase", *numbers, title="By phase; bytes that one device sends per step")
+        for phase, sent in self.phases().items():
+            phases.add_row(phase, *map(size, sent))
+        phases.add_section()
+        phases.add_row("total", size(self.local_bytes), size(self.node_bytes))
+        return Group(self._collectives_table(), phases, self.summary())
 
     def __str__(self) -> str:
         return plain_text(self)
@@ -210,15 +216,6 @@ class CommReport:
             table.add_row(*cells, *sent)
         if not all(c.usual for c in self.collectives):
             table.caption = "(in parentheses: not in every step, and in no total)"
-        return table
-
-    def _phases_table(self) -> Table:
-        numbers = numeric("in the node", "between nodes")
-        table = Table("phase", *numbers, title="By phase; bytes that one device sends per step")
-        for phase, sent in self.phases().items():
-            table.add_row(phase, *map(size, sent))
-        table.add_section()
-        table.add_row("total", size(self.local_bytes), size(self.node_bytes))
         return table
 
 

@@ -279,7 +279,10 @@ class GradientReduction:
         if residuals is None:
             return sent, None
         each = zip(sums, sent, self.leaves, strict=True)
-        return sent, tuple(encoding_error(x, rows, leaf) for x, rows, leaf in each)
+        # What the encoding loses, un-rotated.
+        return sent, tuple(
+            x - decoded_rows(rows, leaf, leaf.grads.node, leaf.shard).reshape(-1) for x, rows, leaf in each
+        )
 
     def sum_at_owners(self, arrived: Sequence[Rows]) -> Values:
         """The last part of ``reduce_node``: the sums of the arrived rows."""
@@ -424,11 +427,6 @@ def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Ro
         return encode_rows(rows.reshape(nodes, n), leaf, second, seed, NODE_HOP)
     salted = _salt(seed, leaf, second, NODE_HOP)
     return leaf.grads.local.decode_sum_encode(rows, second, nodes, n, seed=salted, rotation=leaf.rotation)
-
-
-def encoding_error(sums: Float[Array, " n"], rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
-    """The part of ``sums`` that the node hop's encoding into ``rows`` loses, un-rotated."""
-    return sums - decoded_rows(rows, leaf, leaf.grads.node, leaf.shard).reshape(-1)
 
 
 def with_encoding_error(

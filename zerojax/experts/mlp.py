@@ -232,14 +232,13 @@ def _sum(a: Array, b: Array) -> Array:
 def _with_further_rounds[T](plan: Plan, rows: Rows, add: Callable[[Window, T], T], first: T) -> T:
     """``add`` the rounds after the first one to its result, until no row is left."""
 
-    def is_left(carry: tuple[Array, T]) -> Array:
-        return carry[0] * plan.rows < rows.total
-
     def more(carry: tuple[Array, T]) -> tuple[Array, T]:
         number, result = carry
         return number + 1, add(plan.window(rows, number), result)
 
-    return first if plan.rounds == 1 else lax.while_loop(is_left, more, (jnp.int32(1), first))[1]
+    if plan.rounds == 1:
+        return first
+    return lax.while_loop(lambda carry: carry[0] * plan.rows < rows.total, more, (jnp.int32(1), first))[1]
 
 
 def _backward(

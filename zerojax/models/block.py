@@ -144,14 +144,11 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(heads, [c.heads, c.heads + c.keys_width // c.head_dim], axis=2)
         q = self._placed(q, "query_norm", rope, kind)
         q = q if rope is None else _scaled(q, rope)
-        own = () if c.shares_keys else self._keys_and_values(k, v, rope, kind)
+        own: tuple[Array, ...] = ()
+        if not c.shares_keys:
+            v = k if c.keys_as_values else v
+            own = self._placed(k, "key_norm", rope, kind), self.value_norm(v) if c.value_norm else v
         return (q, *own, self.gate(x)) if c.attention_gate else (q, *own)
-
-    def _keys_and_values(self, k: Array, v: Array, rope: Rope | None, kind: RopeKind) -> tuple[Array, Array]:
-        c = self.config
-        v = k if c.keys_as_values else v
-        v = self.value_norm(v) if c.value_norm else v
-        return self._placed(k, "key_norm", rope, kind), v
 
     def _placed(self, heads: Array, norm: str, rope: Rope | None, kind: RopeKind) -> Array:
         """Queries or keys, normed and rotated."""

@@ -99,22 +99,17 @@ def pair_flops(config: GPTConfig) -> int:
     return 6 * config.heads * (config.head_dim + config.value_dim)
 
 
-def attended_tokens(config: GPTConfig, seq_len: int) -> list[float]:
-    """Tokens that a position attends to in each layer: the mean over positions.
+def attention_flops(config: GPTConfig, seq_len: int) -> float:
+    """Floating-point operations of a token's attention in all layers, forward and backward.
 
-    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len). Layers without
-    attention count none.
+    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len), the mean over
+    positions. Layers without attention count none.
     """
+    pairs = [pair_flops(kind) for kind, _ in config.kinds]
     window, attended = min(seq_len, config.sliding_window or seq_len), set(config.attention_layers)
     reached = (
         0 if number not in attended else window if windowed else seq_len
         for number, windowed in enumerate(config.windowed)
     )
-    return [reach - reach**2 / (2 * seq_len) for reach in reached]
-
-
-def attention_flops(config: GPTConfig, seq_len: int) -> float:
-    """Floating-point operations of a token's attention in all layers, forward and backward."""
-    pairs = [pair_flops(kind) for kind, _ in config.kinds]
-    each = zip(config.order, attended_tokens(config, seq_len), strict=True)
-    return sum(pairs[kind] * attended for kind, attended in each)
+    each = zip(config.order, reached, strict=True)
+    return sum(pairs[kind] * (reach - reach**2 / (2 * seq_len)) for kind, reach in each)

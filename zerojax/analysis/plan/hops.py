@@ -46,7 +46,7 @@ from zerojax.formatting import milliseconds, numeric, size
 from zerojax.optim.muon import by_shape, dealt_over, most_dealt
 from zerojax.sharding.fragments import Fragments
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.wire_format import Codec
 from zerojax.train.fields import REPORT_COLUMNS
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -99,11 +99,6 @@ class _Group(NamedTuple):
     size: int
 
 
-def _group(axis: str, world: MeshShape) -> _Group:
-    nodes, local = (n if name in axis else 1 for name, n in ((NODE, world.nodes), (LOCAL, world.local)))
-    return _Group(local - 1, (nodes - 1) * local, nodes * local)
-
-
 class LeafHop(NamedTuple):
     """One hop of one leaf: the description from which bytes, memory and time follow.
 
@@ -144,7 +139,9 @@ class LeafHop(NamedTuple):
     @property
     def group(self) -> _Group:
         """The devices that take part in the hop."""
-        return _group(self.axis, self.leaf.world)
+        world = self.leaf.world
+        nodes, local = (world.nodes if NODE in self.axis else 1), (world.local if LOCAL in self.axis else 1)
+        return _Group(local - 1, (nodes - 1) * local, nodes * local)
 
     @property
     def payload(self) -> int:

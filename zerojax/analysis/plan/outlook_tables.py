@@ -23,7 +23,9 @@ def outlook_tables(outlook: Outlook) -> RenderableType:
     more = [Text(line) for line in (outlook.remat, outlook.spread) if line is not None]
     more += [] if outlook.host is None else [Text(outlook.host.advice)]
     more += [] if outlook.longest is None else [Text(_longest(outlook, outlook.longest))]
-    tables = _memory(outlook), _hops(outlook), _side_by_side(outlook)
+    title = f"What one device sends per step, {outlook.own.name}"
+    hops = hops_table(outlook.own.hops, title, lambda hop: hop_seconds(hop, outlook.cluster))
+    tables = _memory(outlook), hops, _side_by_side(outlook)
     return Rows(*assumptions(outlook), *tables, outlook.advice, *more)
 
 
@@ -90,12 +92,6 @@ def _memory(outlook: Outlook) -> Table:
     verdict = "fits" if own.fits else "does not fit"
     title = f"Memory of one device, {own.name}: {verdict}"
     return own.memory.table(title, of=f"of {size(outlook.cluster.budget)}")
-
-
-def _hops(outlook: Outlook) -> Table:
-    own = outlook.own
-    title = f"What one device sends per step, {own.name}"
-    return hops_table(own.hops, title, lambda hop: hop_seconds(hop, outlook.cluster))
 
 
 def _side_by_side(outlook: Outlook) -> Table:

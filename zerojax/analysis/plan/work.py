@@ -332,13 +332,9 @@ def _heads_width(c: GPTConfig) -> int:
 def _projected_width(c: GPTConfig) -> int:
     """Elements per token of queries, keys, values and gates, or of a recurrent layer's channels and gates."""
     if c.all_recurrent:
-        return c.conv_channels + c.recurrent_values + _decay_width(c)
+        decays = c.recurrent_keys if c.recurrent == "kimi_delta" else 0  # one for each channel of keys
+        return c.conv_channels + c.recurrent_values + decays
     return c.qkv_width + c.attention_gate * c.attention_width
-
-
-def _decay_width(c: GPTConfig) -> int:
-    """Elements per token of decays, if channels of keys have their own."""
-    return c.recurrent_keys if c.recurrent == "kimi_delta" else 0
 
 
 def _chunk_flops(c: GPTConfig) -> int:

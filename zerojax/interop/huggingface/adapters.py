@@ -294,21 +294,17 @@ def _is_trained(spec: TrainSpec, parts: Iterable[Tensor]) -> bool:
     return any(not _leaves(spec)[part.place][0].frozen for part in parts)
 
 
-def _factors_of(spec: TrainSpec, place: Place, values: Arrays) -> list[Factor]:
-    """The adapters of a weight of one layer."""
-    leaf, layer = _leaves(spec)[place]
+def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Factor]:
+    """A part's adapters, with columns of its tensor's module."""
+    leaf, layer = _leaves(spec)[part.place]
     if spec.lora is None or leaf.path not in spec.adapters:
         return []
     a, b = (values[*leaf.path, name][() if layer is None else layer] for name in (A, B))
-    return [
+    factors = [
         Factor(a[..., one.ranks], b[..., : one.rank, one.columns], one.columns.start, one.scale)
         for one in spec.lora.pieces_of(leaf.name, leaf.shape[-1])
     ]
-
-
-def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Factor]:
-    """A part's adapters, with columns of its tensor's module."""
-    return within(_factors_of(spec, part.place, values), part.columns, part.rows.start)
+    return within(factors, part.columns, part.rows.start)
 
 
 def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:

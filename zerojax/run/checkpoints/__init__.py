@@ -25,7 +25,6 @@ from zerojax.run.checkpoints.select import Choice as Choice
 from zerojax.run.checkpoints.select import damage_line as damage_line
 from zerojax.run.checkpoints.select import find as find
 from zerojax.run.checkpoints.select import newest_valid as newest_valid
-from zerojax.run.checkpoints.select import set_damaged_aside as set_damaged_aside
 from zerojax.run.checkpoints.snapshots import Snapshot as Snapshot
 from zerojax.run.checkpoints.snapshots import Snapshots as Snapshots
 from zerojax.run.checkpoints.store import Checkpoints as Checkpoints

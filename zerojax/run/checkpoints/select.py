@@ -89,7 +89,10 @@ def choose(
     copied = None if copy is None else run_on_process_zero(lambda: max(copy.steps(), default=None))
 
     def use(choice: Choice) -> list[str]:
-        lines = set_damaged_aside(folder, choice)
+        lines = [
+            f"{damage_line(folder, step, why)}; it is now called {step_dirs.move_aside(folder, step).name}"
+            for step, why in choice.damaged.items()
+        ]
         if copy is not None and choice.step is not None and choice.step == copied:
             lines += copy.fetch(choice.step)
         return lines
@@ -111,14 +114,6 @@ def choose(
         chosen = run_on_process_zero(choice)
         step, lines = chosen["step"], chosen["lines"]
     return None if step is None else read_manifest(folder / str(step)), lines
-
-
-def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
-    """Rename damaged checkpoints, so that their steps can be saved again; returns a line for each."""
-    return [
-        f"{damage_line(folder, step, why)}; it is now called {step_dirs.move_aside(folder, step).name}"
-        for step, why in choice.damaged.items()
-    ]
 
 
 def damage_line(folder: Path, step: int, why: str) -> str:
