@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_source import NumpySource
+from engine_source import MANIFEST, NumpySource
 from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
@@ -203,6 +203,21 @@ def test_a_job_whose_model_the_engine_refuses_changes_nothing(tmp_path):
     for patch in source.step():
         mirror.apply("1", patch)
     assert holds(tmp_path / "current", source)
+
+
+def test_a_job_that_sends_codes_to_an_engine_with_full_weights_is_refused(tmp_path):
+    """vLLM would read the codes as full weights without an error."""
+    source = NumpySource()
+    asked = []
+    mirror = started(tmp_path, source, lambda folder: Mirror(folder, [asked.append]))
+    manifest = MANIFEST | {"tensors": [[name, "F8_E4M3", shape] for name, _, shape in MANIFEST["tensors"]]}
+    fp8 = Manifest(json.dumps(manifest).encode())
+    for receiving in (mirror, Mirror(tmp_path, [asked.append])):  # also after a restart of the receiver
+        with pytest.raises(PatchError, match=f"full weights here, .* sends F8_E4M3 .* delete {tmp_path}"):
+            receiving.begin("2", fp8)
+        assert receiving.session == "1"
+    assert len(asked) == 1
+    Mirror(tmp_path).begin("2", fp8)  # no engine is told
 
 
 def test_strangers_are_refused_in_both_directions(tmp_path):

@@ -141,6 +141,8 @@ class Manifest:
             shape = self.tensors[strip.tensor][2]
             if not 0 <= strip.offset <= strip.last < max(1, int(np.prod(shape, dtype=np.int64))):
                 raise PatchError(f"{strip} in the manifest is outside its tensor of shape {shape}")
+        kinds = {dtype for _, dtype, _ in self.tensors if ITEMS[dtype] == 1}
+        self.codes = ", ".join(sorted(kinds))  # dtypes of quantized weights
         self.pieces: list[Piece] = []
         for matrix, size, runs in values["pieces"]:
             width, strips = matrices[matrix]

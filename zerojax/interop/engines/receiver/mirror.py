@@ -342,6 +342,13 @@ class Mirror(Replica):
             self._hidden = self._caught_up(manifest, visible, None, {})
 
     def _start(self, session: str, manifest: Manifest, version: int) -> None:
+        old = self.manifest
+        if old is not None and self._callbacks and old.codes != manifest.codes:
+            raise PatchError(
+                f"the engine has read {old.codes or 'full'} weights here, and this job sends "
+                f"{manifest.codes or 'full'} ones, which a running engine would misread: stop the engine and "
+                f"its receiver, delete {self._folder}, and start both again"
+            )
         super()._start(session, manifest, version)
         self._hidden = None
         self._since: dict[int, list[Patch]] = {}  # since the visible version
