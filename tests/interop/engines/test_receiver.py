@@ -213,7 +213,9 @@ def test_a_job_that_sends_codes_to_an_engine_with_full_weights_is_refused(tmp_pa
     manifest = MANIFEST | {"tensors": [[name, "F8_E4M3", shape] for name, _, shape in MANIFEST["tensors"]]}
     fp8 = Manifest(json.dumps(manifest).encode())
     for receiving in (mirror, Mirror(tmp_path, [asked.append])):  # also after a restart of the receiver
-        with pytest.raises(PatchError, match=f"full weights here, .* sends F8_E4M3 .* delete {tmp_path}"):
+        with pytest.raises(
+            PatchError, match=f"sends F8_E4M3 weights, .* with full ones .* delete {tmp_path}"
+        ):
             receiving.begin("2", fp8)
         assert receiving.session == "1"
     assert len(asked) == 1

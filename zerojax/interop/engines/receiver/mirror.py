@@ -345,9 +345,9 @@ class Mirror(Replica):
         old = self.manifest
         if old is not None and self._callbacks and old.codes != manifest.codes:
             raise PatchError(
-                f"the engine has read {old.codes or 'full'} weights here, and this job sends "
-                f"{manifest.codes or 'full'} ones, which a running engine would misread: stop the engine and "
-                f"its receiver, delete {self._folder}, and start both again"
+                f"this job sends {manifest.codes or 'full'} weights, but the engine was started with "
+                f"{old.codes or 'full'} ones and would misread them. Stop the engine and its receiver, "
+                f"delete {self._folder}, and start both again"
             )
         super()._start(session, manifest, version)
         self._hidden = None
