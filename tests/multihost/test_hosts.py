@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from zerojax.errors import ConfigurationError, JobError
-from zerojax.multihost import hosts
 from zerojax.multihost.distributed import free_port
 from zerojax.multihost.hosts import Follower, Leader, Member, Order, Place, Plan, Report, Start, parsed
+from zerojax.multihost.peers import handshake
 from zerojax.multihost.supervisor import Outcome
 
 FRESH = Report((1, 2))
@@ -209,7 +209,7 @@ def test_another_leader_continues_the_job(meet: Callable[..., Any]):
 
 
 def test_launchers_that_do_not_fit_are_refused(meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hosts, "_OLD_LEADER", 0.1)
+    monkeypatch.setattr(handshake, "_OLD_JOB", 0.1)
     meet(0, settings={"nodes": "2"})
     with pytest.raises(ConfigurationError, match="host 1 was started with nodes 1, host 0 with 2"):
         meet(1).next(FRESH)

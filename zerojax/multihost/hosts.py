@@ -8,11 +8,9 @@ new one.
 """
 
 import asyncio
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -21,17 +19,13 @@ import dacite
 
 from zerojax.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, NO_RESTART, ConfigurationError, JobError
 from zerojax.log import logger
-from zerojax.multihost.peers.handshake import VARIABLE, introduce
+from zerojax.multihost.peers.handshake import VARIABLE, reach
 from zerojax.multihost.peers.listener import Listener
 from zerojax.multihost.peers.messages import SHORT, Connection, Message, printable
 from zerojax.multihost.supervisor import Events, Outcome, Result
 
 # Seconds that a host may take to connect again and report, after its connection broke.
 _BROKEN = 5.0
-# Seconds for which the leader of an older job, with another token, may still hold the address.
-_OLD_LEADER = 5.0
-# Seconds for one attempt to reach the leader, whose host may be starting.
-_ATTEMPT = 5.0
 # Seconds between looks at what has arrived.
 _LOOK_EVERY = 0.02
 
@@ -451,41 +445,24 @@ class Follower(_Served):
         place = self._place
         try:
             async with asyncio.timeout_at(limit):
-                connection = await self._connect()
+                connection = await reach(place.host, place.port, place.token)
         except TimeoutError:
             raise JobError(
                 f"the launcher of host 0 did not admit this host at {place.host}:{place.port} within "
                 f"{place.join_timeout:g} s. Is it started, can this host reach it, and has no other launcher "
                 f"the index {place.index}?"
             ) from None
+        if connection is None:
+            raise ConfigurationError(
+                f"the server at {place.host}:{place.port} does not know this launcher's token: the hosts of "
+                f"a job need the same {VARIABLE} (docs/clusters.md, Who can join)"
+            )
         connection.keep_alive()
         more = {"settings": dict(place.settings), "report": asdict(report)}
         connection.send("host", host=place.index, ended=self._begun, **more)
         self._inbox = asyncio.Queue()
         self._reader = asyncio.ensure_future(self._read(connection, self._inbox))
         return connection
-
-    async def _connect(self) -> Connection:
-        refused_since: float | None = None
-        while True:
-            with suppress(OSError):
-                async with asyncio.timeout(_ATTEMPT):
-                    streams = await asyncio.open_connection(self._place.host, self._place.port)
-                connection = Connection(*streams)
-                knows = False
-                try:
-                    if knows := await introduce(connection, self._place.token):
-                        return connection
-                finally:
-                    if not knows:
-                        await connection.close()
-                refused_since = refused_since or self._loop.time()
-                if self._loop.time() - refused_since > _OLD_LEADER:
-                    raise ConfigurationError(
-                        f"the server at {self._place.host}:{self._place.port} does not know this launcher's "
-                        f"token: the hosts of a job need the same {VARIABLE} (docs/clusters.md, Who can join)"
-                    )
-            await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def _read(self, connection: Connection, inbox: "asyncio.Queue[Message | None]") -> None:
         while isinstance(message := await connection.receive(), dict):

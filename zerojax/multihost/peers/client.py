@@ -1,20 +1,12 @@
 """A process's connection to the coordinator, which also carries JAX's traffic."""
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from zerojax.multihost.peers.coordinator import Heartbeat, describe_silence
-from zerojax.multihost.peers.handshake import VARIABLE, introduce
+from zerojax.multihost.peers.handshake import VARIABLE, reach
 from zerojax.multihost.peers.messages import Connection, Failure, Message
 from zerojax.multihost.peers.proxy import ClientProxy, Place
-
-# Seconds for the server to prove that it is this job's coordinator. It may handle strangers first.
-_PATIENCE = 30.0
-
-# Seconds for which the coordinator of an older job, with another token, may still hold the address.
-_OLD_COORDINATOR = 5.0
 
 
 class Client:
@@ -54,41 +46,24 @@ class Client:
             return Failure("absent", 0, why)
 
     async def _join(self, facts: Mapping[str, str]) -> Failure | None:
-        loop = asyncio.get_running_loop()
-        refused_since: float | None = None
+        place = self._place
         while True:
-            with suppress(OSError):
-                if await self._connect():
-                    self._connection.send(
-                        "here", rank=self._place.rank, size=self._place.size, facts=dict(facts)
-                    )
-                    match await self._connection.receive():
-                        case {"say": "go"}:
-                            self._begin()
-                            return None
-                        case {"say": "end"} as message:
-                            return self._failure(message)
-                else:
-                    refused_since = refused_since or loop.time()
-                    if loop.time() - refused_since > _OLD_COORDINATOR:
-                        return Failure("refused", self._place.rank, self._wrong_token(), code=2)
+            self._connected = await reach(place.host, place.port, place.token)
+            if self._connected is None:
+                return Failure("refused", place.rank, self._wrong_token(), code=2)
+            self._connection.send("here", rank=place.rank, size=place.size, facts=dict(facts))
+            match await self._connection.receive():
+                case {"say": "go"}:
+                    self._begin()
+                    return None
+                case {"say": "end"} as message:
+                    return self._failure(message)
             await self.close()
-            # There is no listener yet, or the coordinator of another job that is about to end.
-            await asyncio.sleep(random.uniform(0.1, 0.5))
+            await asyncio.sleep(0.3)  # the coordinator of another job is about to end
 
     def _begin(self) -> None:
         self._proxy = ClientProxy(self._connection)
         self._tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._send_heartbeats())]
-
-    async def _connect(self) -> bool:
-        """Connect to the coordinator; False if either side's token does not match.
-
-        Raises:
-            OSError: no coordinator responds.
-        """
-        async with asyncio.timeout(_PATIENCE):
-            self._connected = Connection(*await asyncio.open_connection(self._place.host, self._place.port))
-            return await introduce(self._connected, self._place.token)
 
     def _wrong_token(self) -> str:
         place = self._place

@@ -8,10 +8,13 @@ alter packets can take over a connection. Without a token (a job on the loopback
 insecure) the key is empty, and the handshake proves nothing.
 """
 
+import asyncio
 import hashlib
 import hmac
+import random
 import re
 import secrets
+from contextlib import suppress
 
 from zerojax.multihost.peers.messages import Connection
 
@@ -23,6 +26,15 @@ SHORTEST = 16
 
 # Size limit of a message before authentication, in bytes.
 _LIMIT = 512
+
+# Seconds for one attempt to connect: the host may be starting.
+_ATTEMPT = 5.0
+
+# Seconds for a listener to prove that it is this job's. It may handle strangers first.
+_PATIENCE = 30.0
+
+# Seconds for which the listener of an older job, with another token, may still hold the address.
+_OLD_JOB = 5.0
 
 _HEX = re.compile("[0-9a-f]{64}")
 
@@ -78,6 +90,34 @@ async def introduce(connection: Connection, token: str) -> bool:
         case {"say": "refused"}:
             return False
     raise ConnectionError("connection closed")
+
+
+async def reach(host: str, port: int, token: str) -> Connection | None:
+    """Connect to a job's listener, once there is one; None if the one at the address has another token."""
+    refused_since: float | None = None
+    now = asyncio.get_running_loop().time
+    while refused_since is None or now() - refused_since <= _OLD_JOB:
+        with suppress(OSError):
+            if connection := await _attempt(host, port, token):
+                return connection
+            refused_since = refused_since or now()
+        # There is no listener yet, or the one of another job that is about to end.
+        await asyncio.sleep(random.uniform(0.1, 0.5))
+    return None
+
+
+async def _attempt(host: str, port: int, token: str) -> Connection | None:
+    """Connect once; None if the sides have different tokens. Raises OSError if there is no listener."""
+    async with asyncio.timeout(_ATTEMPT):
+        connection = Connection(*await asyncio.open_connection(host, port))
+    known = False
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            known = await introduce(connection, token)
+    finally:
+        if not known:
+            await connection.close()
+    return connection if known else None
 
 
 def _prove(token: str, role: str, coordinator: str, client: str) -> str:
