@@ -193,7 +193,7 @@ def test_a_restart_is_told_when_a_process_was_lost(attempts, capfd):
 def test_memory_for_snapshots_outlives_the_processes(attempts):
     program, starts = attempts
     line = (
-        "file, seconds = os.environ['ZEROJAX_SNAPSHOT'].split(); assert seconds == '3.0'\n"
+        "file, *other = os.environ['ZEROJAX_SNAPSHOT'].split(); assert other == ['3.0', '0.0', '0']\n"
         "before = os.pread(int(file), 100, 0).decode()\n"
         "assert before == ('' if tries == 1 else f'rank {rank}'), before\n"
         "os.pwrite(int(file), f'rank {rank}'.encode(), 0)\n"
@@ -223,7 +223,7 @@ def test_without_snapshots_there_is_no_memory(options, tmp_path):
 def test_fewer_nodes_get_the_snapshots_of_the_first(attempts):
     program, starts = attempts
     line = (
-        "file, _ = os.environ['ZEROJAX_SNAPSHOT'].split()\n"
+        "file, *_ = os.environ['ZEROJAX_SNAPSHOT'].split()\n"
         "assert os.pread(int(file), 9, 0) == (b'' if tries == 1 else b'rank 0')\n"
         "os.pwrite(int(file), f'rank {rank}'.encode(), 0)\n"
         "open(f'{up}-{rank}-wrote', 'w').close()\n"
@@ -319,6 +319,9 @@ def test_the_command_line_becomes_a_job():
         ({"restarts": -1}, "restarts"),
         ({"min_nodes": 3}, "min_nodes"),
         ({"snapshot_seconds": -1.0}, "snapshot_seconds"),
+        ({"copy_seconds": -1.0}, "copy_seconds must be"),
+        ({"copy_seconds": 5.0}, "set --restarts"),
+        ({"copy_seconds": 5.0, "restarts": 1}, "one host has no other"),
         ({"nodes": 0}, "at least 1"),
         ({"host": 1}, "--coordinator, --host, --hosts belong together: only --host given"),
         ({"host": 2, "hosts": 2, "coordinator": "a:1"}, "processes are 0 to 1"),

@@ -10,7 +10,7 @@ import pytest
 
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.multihost import snapshot_memory
-from zerojax.multihost.snapshot_memory import VARIABLE, Checksums, SnapshotMemory, copy_bytes
+from zerojax.multihost.snapshot_memory import VARIABLE, Checksums, Intervals, SnapshotMemory, copy_bytes
 
 ARRAYS = {"a": np.arange(7, dtype=np.float32), "b": np.zeros(0), "c": np.arange(12).reshape(3, 4).T}
 SIZES = {name: x.nbytes for name, x in ARRAYS.items()}
@@ -105,14 +105,15 @@ def test_only_its_user_can_open_it(memory: SnapshotMemory) -> None:
 
 def test_a_process_finds_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SnapshotMemory.find() is None
-    monkeypatch.setenv(VARIABLE, f"{snapshot_memory.create()} 2.5")
+    monkeypatch.setenv(VARIABLE, f"{snapshot_memory.create()} 2.5 60 4")
     found = SnapshotMemory.find()
     assert found is not None
-    assert found[1] == 2.5
+    assert found[1] == Intervals(2.5, 60, 4)
+    assert len(found[0].generations) == 5
     assert SnapshotMemory.find() is None, "a program that this one starts has none"
 
 
-@pytest.mark.parametrize("given", ["", "7", "a 1", "999 5", "0 x"])
+@pytest.mark.parametrize("given", ["", "7", "a 1 0 0", "999 5 0 0", "0 x 0 0", "0 1"])
 def test_a_variable_from_elsewhere_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(ConfigurationError, match="is not from `zerojax launch`"):

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.alone
 
 LAUNCH = ("launch", "--nodes", 2, "--devices-per-node", 1)
 STEPS = 300
+IN_EVERY_NODE = {"preset": "zero3", "state_spread": "node"}
+DELTA = {"preset": "delta", "error_feedback": True}
 CHECKPOINT = {"every": 1, "keep": 1, "keep_every": 4, "keep_best": 1}
 
 
@@ -120,23 +122,26 @@ def test_after_a_node_is_lost_a_job_trains_like_a_fresh_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [1, 0])
-def test_a_host_that_is_lost_and_replaced_changes_no_bit(text: Path, tmp_path: Path, lost: int) -> None:
-    """Its launcher and its snapshot are lost with it; the other host has the whole state in memory."""
+@pytest.mark.parametrize(("lost", "zero"), [(1, IN_EVERY_NODE), (0, IN_EVERY_NODE), (1, DELTA)])
+def test_a_host_that_is_lost_and_replaced_changes_no_bit(
+    text: Path, tmp_path: Path, lost: int, zero: dict[str, Any]
+) -> None:
+    """Its launcher and its snapshot are lost with it; another host has its state, or a copy of it."""
     config, torn = tmp_path / "micro.toml", tmp_path / "torn"
     settings = micro_config(
         text,
         mesh={"nodes": 2, "local": 2, "emulate": True},
         train={"steps": 100, "eval_every": 100},
         checkpoint={"every": 0},
-        zero={"preset": "zero3", "block_size": 64, "state_spread": "node"},
+        zero={"block_size": 64, **zero},
     )
     config.write_text(dump_config(settings))
     meeting = ("--hosts", 2, "--coordinator", f"127.0.0.1:{free_port()}", "--host")
     job = ("--devices-per-node", 2, "--nodes", 1, "--restarts", 1, "--snapshot-seconds", 0.2)
+    copies = () if zero == IN_EVERY_NODE else ("--copy-seconds", 0.5)
 
     def start(host: int) -> subprocess.Popen[bytes]:
-        words = ("launch", *meeting, host, *job, config, "--run-dir", torn)
+        words = ("launch", *meeting, host, *job, *copies, config, "--run-dir", torn)
         command = [sys.executable, "-m", "zerojax", *map(str, words)]
         with (tmp_path / f"{host}.log").open("ab") as log:
             return subprocess.Popen(command, env=for_programs(), stdout=log, stderr=log)

@@ -38,6 +38,7 @@ from zerojax.multihost import distributed, snapshot_memory
 from zerojax.multihost.devices import Platform, separate_nodes, share_devices
 from zerojax.multihost.hosts import Alone, Follower, Launchers, Leader, Order, Place, Plan, Report, Start
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.multihost.snapshot_memory import Intervals
 from zerojax.multihost.standby import Standby
 from zerojax.multihost.supervisor import Supervisor, Task
 from zerojax.run import recovery
@@ -48,7 +49,10 @@ from zerojax.versions import VERSION
 _MAX_DEVICES = 4096
 
 # Settings that the launchers of all hosts share.
-_SHARED = ("train", "nodes", "devices_per_node", "restarts", "min_nodes", "snapshot_seconds", "standby")
+_SHARED = (
+    *("train", "nodes", "devices_per_node", "restarts", "min_nodes"),
+    *("snapshot_seconds", "copy_seconds", "standby"),
+)
 
 # Commands that a job can run: before a config, and without one.
 _ON_CONFIG = ("train", "posttrain")
@@ -76,6 +80,7 @@ class Job:
     grace: float = 15.0  # Seconds for the others to end after one has failed.
     # Seconds of work that a restart may repeat; 0 keeps no snapshots.
     snapshot_seconds: float = 3.0 if snapshot_memory.SUPPORTED else 0.0
+    copy_seconds: float = 0.0  # Seconds of work that a lost host may cost; 0 keeps no copies on other hosts.
     standby: bool = True  # Keep a process for each node that is ready to take over.
     coordinator: str | None = None  # "host:port" of the launcher of host 0.
     host: int | None = None
@@ -106,6 +111,10 @@ def launch(job: Job) -> int:
         )
     if not 0 <= job.snapshot_seconds < float("inf"):
         raise ConfigurationError(f"snapshot_seconds must be a number of seconds, not {job.snapshot_seconds}")
+    if not 0 <= job.copy_seconds < float("inf"):
+        raise ConfigurationError(f"copy_seconds must be a number of seconds, not {job.copy_seconds}")
+    if job.copy_seconds and not (job.restarts and job.snapshot_seconds):
+        raise ConfigurationError("copy_seconds copies snapshots: set --restarts and --snapshot-seconds, too")
     share_devices(job.nodes, job.devices_per_node, job.platform)  # refuses what this machine lacks
     with ExitStack() as stack:
         launchers = stack.enter_context(closing(_launchers(job)))
@@ -140,6 +149,8 @@ def _launchers(job: Job) -> Launchers:
         )
     plan = Plan(hosts, job.nodes, job.restarts, job.min_nodes)
     if found is None or hosts == 1:
+        if job.copy_seconds:
+            raise ConfigurationError("one host has no other to keep its state: leave out --copy-seconds")
         return Alone(plan)
     address, index, _, _ = found
     host, port = distributed.split_address(address)
@@ -229,10 +240,17 @@ class _Kept:
             command, more = _command(job, start.coordinator, rank, start.size)
             files = tuple(self._files[number : number + 1])
             if files:
-                more[snapshot_memory.VARIABLE] = f"{files[0]} {job.snapshot_seconds}"
+                more[snapshot_memory.VARIABLE] = self._intervals(start).variable(files[0])
             env = {**_HUGE_PAGES, **os.environ, **share, **shared, **more}
             tasks.append(Task(f"rank {rank}", command, env, files))
         return tasks
+
+    def _intervals(self, start: Start) -> Intervals:
+        """How often the processes of a start keep their state."""
+        job = self._job
+        # No host has more nodes, so the node that is so far away, in both directions, is on another host.
+        copies = job.copy_seconds and start.size >= 2 * job.nodes
+        return Intervals(job.snapshot_seconds, job.copy_seconds, job.nodes if copies else 0)
 
     def _end_standby(self) -> None:
         for _, process in self._waiting:
@@ -294,6 +312,11 @@ def parse(arguments: Sequence[str]) -> Job:
             float,
             "seconds of work that a restart may repeat: so often the state is copied to this machine's "
             "memory; 0 restarts from checkpoints (default: %(default)s)",
+        ),
+        "copy_seconds": (
+            float,
+            "with several hosts, seconds of work that a lost host may cost: so often the state of each is "
+            "copied to another's memory; 0 uses the last checkpoint (default: %(default)s)",
         ),
     }
     numbers |= {

@@ -4,9 +4,12 @@ The launcher creates a file without a name in memory (memfd) for each process, a
 No other user can open it. The kernel frees it when the launcher and its processes have ended, also if they
 were killed. A container's limit on ``/dev/shm`` does not apply to it.
 
-The file has two generations of the same size, so one is complete while the other is written. A generation is
-a header, a text that describes the arrays, and their bytes. The header is written last, and has the text's
+The file has generations of the same size, so one is complete while another is written. A generation is a
+header, a text that describes the arrays, and their bytes. The header is written last, and has the text's
 checksum. The text has the arrays' checksums.
+
+Without copies for other hosts there are two. With them there are three of the process itself, so that the one
+of the newest copy stays, and two of a process on another host.
 """
 
 import itertools
@@ -18,6 +21,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -26,7 +30,7 @@ from jaxtyping import UInt8
 from zerojax.errors import ConfigurationError, RunError
 
 VARIABLE = "ZEROJAX_SNAPSHOT"
-"""The environment variable of a process with such memory: the open file, and seconds between snapshots."""
+"""The environment variable of a process with such memory: the open file, and the fields of ``Intervals``."""
 
 SUPPORTED = hasattr(os, "memfd_create")
 """Whether this system has files in memory without a name; Linux does."""
@@ -56,19 +60,48 @@ def create() -> int:
     return descriptor
 
 
-class SnapshotMemory:
-    """The file of one process, with its two generations; ``whole`` are its bytes."""
+@dataclass(frozen=True)
+class Intervals:
+    """How often a job keeps its state.
 
-    def __init__(self, descriptor: int) -> None:
+    Attributes:
+        seconds: of work that a restart may repeat.
+        copy_seconds: of work that a lost host may cost; 0 if no host keeps another's state.
+        distance: nodes from one to the node that keeps its state, on another host; 0 if there is none.
+    """
+
+    seconds: float
+    copy_seconds: float = 0.0
+    distance: int = 0
+
+    @property
+    def own(self) -> int:
+        """Generations of a process's own state."""
+        return 3 if self.distance else 2
+
+    @property
+    def copies(self) -> int:
+        """Generations of the state of a process on another host."""
+        return 2 if self.distance else 0
+
+    def variable(self, descriptor: int) -> str:
+        """The environment variable's value for a file."""
+        return f"{descriptor} {self.seconds} {self.copy_seconds} {self.distance}"
+
+
+class SnapshotMemory:
+    """The file of one process, with its generations; ``whole`` are its bytes."""
+
+    def __init__(self, descriptor: int, generations: int = 2) -> None:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("no file in memory")
         os.set_inheritable(descriptor, False)  # programs that this one starts do not need it
-        self._descriptor = descriptor
+        self._descriptor, self._count = descriptor, generations
         self._map()
 
     @classmethod
-    def find(cls) -> tuple[Self, float] | None:
-        """The memory that the launcher has passed, and the seconds of work that may be repeated.
+    def find(cls) -> tuple[Self, Intervals] | None:
+        """The memory that the launcher has passed, and how often it is written.
 
         None if it keeps no snapshots. Later calls return None.
 
@@ -78,8 +111,9 @@ class SnapshotMemory:
         if (given := os.environ.pop(VARIABLE, None)) is None:
             return None
         try:
-            descriptor, seconds = given.split()
-            return cls(int(descriptor)), float(seconds)
+            descriptor, seconds, copy_seconds, distance = given.split()
+            intervals = Intervals(float(seconds), float(copy_seconds), int(distance))
+            return cls(int(descriptor), intervals.own + intervals.copies), intervals
         except (ValueError, OSError) as error:
             raise ConfigurationError(
                 f"{VARIABLE}={given!r} is not from `zerojax launch` ({error}): unset it"
@@ -89,9 +123,10 @@ class SnapshotMemory:
         size = os.fstat(self._descriptor).st_size
         self._mapped = mmap.mmap(self._descriptor, size) if size else None
         self.whole = np.frombuffer(self._mapped or b"", np.uint8)
-        halves = np.split(self.whole, 2)
+        each = size // self._count
+        starts = (number * each for number in range(self._count))
         self.generations = [
-            Generation(half, self._descriptor, number * size // 2) for number, half in enumerate(halves)
+            Generation(self.whole[start : start + each], self._descriptor, start) for start in starts
         ]
 
     def update(self) -> bool:
@@ -113,8 +148,12 @@ class SnapshotMemory:
     def resize(self, arrays: int, count: int) -> None:
         """Make room for ``arrays`` bytes in ``count`` arrays, and drop the file's contents."""
         os.ftruncate(self._descriptor, 0)
-        os.ftruncate(self._descriptor, file_size(arrays, count))
+        os.ftruncate(self._descriptor, self.size_for(arrays, count))
         self._map()
+
+    def size_for(self, arrays: int, count: int) -> int:
+        """Bytes of a file whose generations have ``count`` arrays with ``arrays`` bytes together."""
+        return self._count * (_start(count) + _rounded(arrays + count * _ALIGNED, mmap.PAGESIZE))
 
     def touch(self) -> None:
         """Map every page, which leaves the contents as they are.
@@ -136,11 +175,6 @@ class SnapshotMemory:
                 self._mapped.madvise(mmap.MADV_DONTNEED, start, min(_CHUNK, self.size - start))
 
 
-def file_size(arrays: int, count: int) -> int:
-    """Bytes of a file for two generations of ``count`` arrays with ``arrays`` bytes together."""
-    return 2 * (_start(count) + _rounded(arrays + count * _ALIGNED, mmap.PAGESIZE))
-
-
 def _start(count: int) -> int:
     """Where the arrays of a generation begin, if there are ``count``."""
     return _rounded(_TEXT + count * _TEXT_EACH, mmap.PAGESIZE)
@@ -155,7 +189,7 @@ class Generation:
 
     def __init__(self, memory: UInt8[np.ndarray, " bytes"], file: int, start: int) -> None:
         self.memory = memory
-        self._file, self._start = file, start
+        self._file, self.start = file, start
 
     def text(self) -> str | None:
         """The description of a complete snapshot; None if there is none."""
@@ -212,7 +246,7 @@ class Generation:
         return {name: self.memory[at : at + sizes[name]] for name, at in _starts(start, sizes).items()}
 
     def _checksums(self, start: int, sizes: Mapping[str, int]) -> Checksums:
-        starts = _starts(self._start + start, sizes)
+        starts = _starts(self.start + start, sizes)
         return {name: (size, _checksum(self._file, starts[name], size)) for name, size in sizes.items()}
 
 

@@ -19,10 +19,11 @@ import zerojax
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.multihost import snapshot_memory
 from zerojax.multihost.background import Worker
-from zerojax.multihost.snapshot_memory import Generation, SnapshotMemory
+from zerojax.multihost.snapshot_memory import Generation, Intervals, SnapshotMemory
 from zerojax.run import recovery
-from zerojax.run.checkpoints import snapshots
+from zerojax.run.checkpoints import snapshot_moves, snapshots
 from zerojax.run.checkpoints.manifest import Manifest, Record, parse_manifest
+from zerojax.run.checkpoints.snapshot_moves import FromCopies, FromNode
 from zerojax.run.config import spelled_out
 from zerojax.validation.untrusted import dump_checked
 
@@ -42,13 +43,13 @@ def die(
     """Train until the process dies instead of taking a step; then set what a restart finds."""
     others = threading.enumerate()  # of earlier tests in this process
     with monkeypatch.context() as patch:
-        patch.setenv(snapshot_memory.VARIABLE, f"{memory} 0")
+        patch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 0 0")
         die_at(patch, step)
         with pytest.raises(Stop):
             train(micro_config(text, **sections), folder)
     for thread in threading.enumerate():  # a process that dies would have no thread left
         assert thread in others or not isinstance(thread, Worker) or thread.wait(60)
-    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0")
+    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 0 0")
     now = time.monotonic()
     monkeypatch.setenv(recovery.VARIABLE, f"{now} {now} rank 0")
 
@@ -203,7 +204,7 @@ def test_a_newer_checkpoint_and_other_settings_count_more(
 def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that stands by checks it before it may use it. Another process has made the memory larger."""
     memory = SnapshotMemory(snapshot_memory.create())
-    mine = snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1))
+    mine = snapshots.Snapshots(memory, Intervals(5.0), zerojax.make_mesh(1, 1))
     mine.check()
     theirs = SnapshotMemory(os.dup(memory._descriptor))
     theirs.resize(8, 1)
@@ -231,37 +232,123 @@ def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks == [newest, memory.generations[0]]
 
 
+def keep(generation: Generation, step: int, config: dict[str, Any]) -> None:
+    """Write a snapshot of one small array."""
+
+    def describe(files: snapshot_memory.Checksums) -> str:
+        return dump_checked(asdict(Manifest(step, 0.0, Record(config=config), files)))
+
+    generation.write({"x": 8}, lambda places: places["x"].fill(step), describe)
+
+
 @pytest.mark.parametrize(
-    ("theirs", "expected"), [([4], (4, None)), ([], (5, 0))], ids=["a common one", "none there"]
+    ("theirs", "expected"), [([4], (4, None)), ([], (5, FromNode(0)))], ids=["a common one", "none there"]
 )
 def test_a_common_snapshot_is_preferred_to_a_newer_one_of_one_node(
-    theirs: list[int], expected: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
+    theirs: list[int], expected: tuple[int, FromNode | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"zero": {"state_spread": "node"}}
     memory = SnapshotMemory(snapshot_memory.create())
     memory.resize(8, 1)
     for generation, step in zip(memory.generations, (4, 5), strict=True):
-
-        def describe(files: snapshot_memory.Checksums, step: int = step) -> str:
-            return dump_checked(asdict(Manifest(step, 0.0, Record(config=config), files)))
-
-        generation.write({"x": 8}, lambda places: places["x"].fill(1), describe)
+        keep(generation, step, config)
 
     def gather(own: Any) -> list[Any]:
         """This process's value, and the value of another, which has the snapshots of ``theirs``."""
-        return [own, theirs if isinstance(own, list) else own if theirs or isinstance(own, str) else False]
+        if isinstance(own, list):
+            return [own, [theirs, []]]
+        return [own, own if theirs or isinstance(own, str) else False]
 
     monkeypatch.setattr(snapshots, "gather_from_all", gather)
     monkeypatch.setattr(snapshots, "node_leaders", lambda _: [0, 1])
-    found = snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1)).choose(config, None)
+    found = snapshots.Snapshots(memory, Intervals(5.0), zerojax.make_mesh(1, 1)).choose(config, None)
     assert found is not None
-    assert (found.step, found.source, found.lacks) == (*expected, False)
+    assert (found.step, found.move) == expected
+    assert found.generation is not None
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_host_that_has_lost_its_memory_gets_its_state_from_another(
+    damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest snapshot of which another host has a copy, unless that is damaged."""
+    config = {"zero": {"preset": "delta"}}
+    memory = SnapshotMemory(snapshot_memory.create(), 5)
+    memory.resize(8, 1)
+    for generation, step in zip(memory.generations, (4, 9, 8, 3, 4), strict=True):
+        keep(generation, step, config)
+    if damaged:
+        text = memory.generations[4].text()
+        assert text is not None
+        memory.generations[4].arrays(parse_manifest(text).files)["x"][-1] += 1
+
+    def gather(own: Any) -> list[Any]:
+        return [own, [[], []] if isinstance(own, list) else None if isinstance(own, str) else False]
+
+    monkeypatch.setattr(snapshots, "gather_from_all", gather)
+    monkeypatch.setattr(snapshots, "node_leaders", lambda _: [0, 1])
+    found = snapshots.Snapshots(memory, Intervals(5.0, 60.0, 1), zerojax.make_mesh(1, 1)).choose(config, None)
+    if damaged:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.step, found.move) == (4, FromCopies((1,), 1))
+    assert found.generation is memory.generations[0]
+    assert found.copy is not None
+    assert found.copy.generation is memory.generations[4]
+
+
+@pytest.mark.parametrize("spec", [("node",), (("local", "node"),), ("local",), ()], ids=str)
+def test_nodes_get_back_what_others_have_copied(spec: tuple[Any, ...]) -> None:
+    """Each device of the node before last gets its own bytes again."""
+    mesh = zerojax.make_mesh(3, 2)
+    x = jax.device_put(np.arange(36, dtype=np.float32), NamedSharding(mesh, PartitionSpec(*spec)))
+    copy = snapshot_moves.of_neighbours(x, 2)
+    lost = [
+        part.data * np.nan if part.device in mesh.devices[1] else part.data for part in x.addressable_shards
+    ]
+    own = jax.make_array_from_single_device_arrays(x.shape, x.sharding, lost)
+    back = snapshot_moves.moved(FromCopies((1,), 2), own, copy)
+    for part, wanted in zip(back.addressable_shards, x.addressable_shards, strict=True):
+        np.testing.assert_array_equal(part.data, wanted.data)
+    if "node" in str(spec):
+        assert not np.array_equal(np.asarray(copy), np.asarray(x)), "another node's"
+
+
+def test_the_snapshot_of_the_newest_copy_stays(
+    text: Path, tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 1000 1")
+    train(micro_config(text, mesh={"nodes": 1, "local": 2}, checkpoint={"every": 0}), tmp_path)
+    *own, copy, other = (one.text() for one in SnapshotMemory(os.dup(memory), 5).generations)
+    kept, before, newest = sorted(parse_manifest(one).step for one in own if one)
+    assert copy is not None
+    assert kept == parse_manifest(copy).step < before < newest
+    assert other is None, "a second copy is not due"
+
+
+@pytest.mark.parametrize(
+    ("zero", "mesh", "message"),
+    [({"state_spread": "node"}, {}, "has the whole state"), ({}, {"nodes": 2}, "a process for each node")],
+)
+def test_copies_that_cannot_be_are_refused(
+    zero: dict[str, Any],
+    mesh: dict[str, Any],
+    message: str,
+    text: Path,
+    tmp_path: Path,
+    memory: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 1000 1")
+    with pytest.raises(ConfigurationError, match=message):
+        train(micro_config(text, zero=zero, mesh=mesh), tmp_path)
 
 
 def test_a_host_without_room_is_refused(
     text: Path, tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0")
+    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 0 0")
     monkeypatch.setattr(snapshots, "memory_limits", lambda: {"host": 1000})
     with pytest.raises(ConfigurationError, match=r"two snapshots of .* are free.*--snapshot-seconds 0"):
         train(micro_config(text), tmp_path)
@@ -275,14 +362,14 @@ def test_memory_that_cannot_be_locked_is_refused_with_the_way_out(monkeypatch: p
     memory.resize(1000, 1)
     monkeypatch.setattr(snapshots, "page_locked", fails)
     with pytest.raises(RunError, match=r"cannot lock .* out of memory.*--snapshot-seconds 0"):
-        snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1))
+        snapshots.Snapshots(memory, Intervals(5.0), zerojax.make_mesh(1, 1))
 
 
 def test_waiting_for_snapshots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(snapshots.time, "monotonic", lambda: now)
     memory = SnapshotMemory(snapshot_memory.create())
-    taken = snapshots.Snapshots(memory, 5.0, zerojax.make_mesh(1, 1))
+    taken = snapshots.Snapshots(memory, Intervals(5.0), zerojax.make_mesh(1, 1))
     taken._written, taken._pause = 2.0, 0.05
     now = 102.9
     assert not taken.is_due

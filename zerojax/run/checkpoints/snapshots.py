@@ -1,11 +1,13 @@
 """Snapshots: the state of a run in memory of the launcher, for a restart that reads no disk.
 
 A snapshot holds the same arrays as a checkpoint. Each process keeps the shards of its devices, as they are,
-so only the same job on the same mesh can continue from them, bit for bit.
+so only the same job on the same mesh can continue from them, bit for bit. If the launcher asks for it, each
+process also keeps a copy of the shards of a process on another host, for the case that the host is lost.
 """
 
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,29 +17,39 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, UInt8
 
 from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError, RunError, error_line
 from zerojax.formatting import size
 from zerojax.multihost.background import Worker
-from zerojax.multihost.snapshot_memory import Checksums, Generation, SnapshotMemory, copy_bytes, file_size
+from zerojax.multihost.snapshot_memory import (
+    Checksums,
+    Generation,
+    Intervals,
+    SnapshotMemory,
+    copy_bytes,
+)
 from zerojax.run.checkpoints.canonical import with_stored
 from zerojax.run.checkpoints.entries import Entry, entries_of
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, parse_manifest
+from zerojax.run.checkpoints.snapshot_moves import FromCopies, FromNode, Move, moved, of_neighbours
 from zerojax.run.checkpoints.store import fit_beside_training
 from zerojax.sharding.cuda_driver import copy_to_host, page_locked
 from zerojax.sharding.host_memory import memory_limits, shortage
 from zerojax.sharding.layout import from_stored, to_stored
-from zerojax.sharding.memory import in_host, to_device
+from zerojax.sharding.memory import in_host
 from zerojax.sharding.mesh import NODE, node_leaders, on_gpus
 from zerojax.train.state import TrainState, check_there
 from zerojax.validation.untrusted import dump_checked
 
 _SHARE = 0.02
 """The most that training may wait for snapshots, as a share of its time."""
+
+Places = Mapping[str, UInt8[np.ndarray, " bytes"]]
+"""Where a generation has its arrays, by name."""
+Fill = Callable[[Places], None]
 
 
 @dataclass(frozen=True)
@@ -47,35 +59,39 @@ class Snapshot(Manifest):
     ``files`` has an entry for each array and index, instead of a checkpoint's files.
 
     Attributes:
-        generation: this process's part.
-        source: the node whose parts go to all others, because one lacks its own; None if none does.
-        lacks: whether this process lacks its part.
+        generation: this process's part; None if it lacks it.
+        move: how processes that lack their parts get them; None if none does.
+        copy: the part of a process on another host; None if this process has none, or none is needed.
     """
 
-    generation: Generation = field(kw_only=True, compare=False)
-    source: int | None = field(default=None, kw_only=True)
-    lacks: bool = field(default=False, kw_only=True)
+    generation: Generation | None = field(kw_only=True, compare=False)
+    move: Move | None = field(default=None, kw_only=True)
+    copy: "Snapshot | None" = field(default=None, kw_only=True, compare=False)
+
+    @property
+    def held(self) -> dict[str, UInt8[np.ndarray, " bytes"]] | None:
+        """The bytes of this process's part, by name; None if it lacks it."""
+        return None if self.generation is None else self.generation.arrays(self.files)
 
     def restore(self, state: TrainState) -> TrainState:
         """The snapshot's arrays in a state; ``state``, filled or abstract, gives the spec.
 
-        On another number of nodes, and if a node has no snapshot, error feedback begins with zeros.
+        On another number of nodes, and if all nodes get the state of one, error feedback begins with zeros.
 
         Raises:
             RunError: the arrays have other sizes.
         """
-        held = {} if self.lacks else self.generation.arrays(self.files)
         other_nodes = self.record.mesh[0] != state.spec.world.nodes
-        entries = {
-            name: entry
-            for name, entry in entries_of(state).items()
-            if not ((other_nodes or self.source is not None) and name.startswith("residual/"))
-        }
+        without_feedback = other_nodes or isinstance(self.move, FromNode)
+        held = [self.held]
+        if isinstance(self.move, FromCopies):
+            held.append(None if self.copy is None else self.copy.held)
         placed = dict[str, Array]()
-        for name, entry in entries.items():
-            parts = _zeros(entry.x) if self.lacks else _parts(entry, name, held, other_nodes=other_nodes)
-            x = _placed(entry.x, parts)
-            placed[name] = x if self.source is None else _of_node(x, self.source)
+        for name, entry in entries_of(state).items():
+            if without_feedback and name.startswith("residual/"):
+                continue
+            arrays = [_placed(entry.x, _parts(entry, name, one, other_nodes=other_nodes)) for one in held]
+            placed[name] = arrays[0] if self.move is None else moved(self.move, *arrays)
         return jax.block_until_ready(with_stored(state, placed))
 
 
@@ -85,15 +101,18 @@ class Snapshots:
     say: Callable[[str], object] = print
     """Prints a line, from another thread."""
 
-    def __init__(self, memory: SnapshotMemory, seconds: float, mesh: Mesh) -> None:
-        self._memory, self._seconds, self._mesh = memory, seconds, mesh
-        self._next = 0  # the generation to overwrite
+    def __init__(self, memory: SnapshotMemory, intervals: Intervals, mesh: Mesh) -> None:
+        self._memory, self._intervals, self._mesh = memory, intervals, mesh
+        self._oldest = [*range(intervals.own)]  # numbers of own generations, the oldest first
+        self._kept: int | None = None  # the own generation of the newest copy
+        self._next_copy = intervals.own  # the generation for it
+        self._copied = -math.inf
         self._worker = Worker("snapshot", 2)
         self._locks = ExitStack()
         self._begun = time.monotonic()
         self._pause = self._written = 0.0
         self._beside_training: bool | None = None
-        self._intact: dict[str, bool] = {}  # by a snapshot's text, whether its arrays fit
+        self._intact: dict[tuple[int, str], bool] = {}  # by place and text, whether a snapshot's arrays fit
         self._lock()
 
     @classmethod
@@ -121,7 +140,8 @@ class Snapshots:
     def choose(self, config: Mapping[str, Any], at_least: int | None) -> Snapshot | None:
         """The newest intact snapshot that all processes have; all call it together.
 
-        If there is none and each node holds the whole state, the newest that one process has.
+        If there is none, the newest that they can have: from copies in other hosts' memory, or, if each node
+        holds the whole state, from one process.
 
         Args:
             config: the settings, spelled out. A snapshot of a run with other settings does not count; the
@@ -130,36 +150,79 @@ class Snapshots:
         """
         self._refresh()
         now = _settings(config)
-        mine = {
-            one.step: one
-            for generation in self._memory.generations
-            if (one := _read(generation)) is not None
-            and _settings(one.record.config) == now
-            and (at_least is None or one.step >= at_least)
-        }
-        steps = [{*some} for some in gather_from_all([*mine])]
-        leaders = node_leaders(self._mesh)
-        one_has_all = now["zero"].get("state_spread") == "node" and len({*leaders}) == len(steps)
-        # An older one that all have keeps their error feedback, and is not sent.
-        common, others = set.intersection(*steps), set.union(*steps) if one_has_all else set[int]()
-        for candidates, enough in ((common, all), (others, any)):
+
+        def found(generations: Sequence[Generation]) -> dict[int, Snapshot]:
+            every = (one for one in map(_read, generations) if one is not None)
+            return {
+                one.step: one
+                for one in every
+                if _settings(one.record.config) == now and (at_least is None or one.step >= at_least)
+            }
+
+        own, copies = found(self._own), found(self._copies)
+        steps = gather_from_all([[*own], [*copies]])
+        self._keep(set.intersection(*({*mine} & {*theirs} for mine, theirs in steps)), own, copies)
+        everywhere = set.intersection(*({*mine} for mine, _ in steps))
+        anywhere = set.union(*({*mine} for mine, _ in steps))
+        # An older one that all have is not sent, and keeps all error feedback.
+        for candidates, enough in ((everywhere, all), (anywhere, any)):
             for step in sorted(candidates, reverse=True):
-                intact = gather_from_all(step in mine and self._is_intact(mine[step]))
-                if enough(intact):
-                    return self._chosen(mine.get(step), intact, leaders)
+                intact = gather_from_all(step in own and self._is_intact(own[step]))
+                if enough(intact) and (one := self._chosen(step, own, copies, intact, now)):
+                    return one
         return None
 
-    def _chosen(self, own: Snapshot | None, intact: list[bool], leaders: list[int]) -> Snapshot:
-        """A snapshot that some processes have intact; the others get what the first of them has."""
-        first, second = self._memory.generations
-        generation = second if own is None else own.generation
-        self._next = 1 if generation is first else 0
-        if own is not None and all(intact):
-            return own
-        source, rank = intact.index(True), jax.process_index()
-        text = gather_from_all(generation.text() if rank == source else None)[source]
-        more = {"source": leaders.index(source), "lacks": not intact[rank]}
-        return Snapshot(**vars(parse_manifest(text)), generation=generation, **more)
+    def _chosen(
+        self,
+        step: int,
+        own: Mapping[int, Snapshot],
+        copies: Mapping[int, Snapshot],
+        intact: list[bool],
+        settings: Any,
+    ) -> Snapshot | None:
+        """The snapshot of a step that some processes have intact, if the others can get it."""
+        mine = own[step] if intact[jax.process_index()] else None
+        generation = None if mine is None else mine.generation
+        self._use(generation)
+        if all(intact):
+            return mine
+        leaders, copy, move = node_leaders(self._mesh), None, None
+        if sorted(leaders) != [*range(len(intact))]:  # not a process for each node
+            return None
+        if settings["zero"].get("state_spread") == "node":
+            move = FromNode(leaders.index(intact.index(True)))
+        elif distance := self._intervals.distance:
+            has_copy = gather_from_all(step in copies and self._is_intact(copies[step]))
+            lacking = tuple(node for node, leader in enumerate(leaders) if not intact[leader])
+            if all(has_copy[leaders[(node + distance) % len(leaders)]] for node in lacking):
+                move = FromCopies(lacking, distance)
+                copy = copies.get(step)
+        if move is None:
+            return None
+        source = intact.index(True)
+        text = gather_from_all(generation and generation.text() if jax.process_index() == source else None)
+        manifest = parse_manifest(text[source])
+        return Snapshot(**vars(manifest), generation=generation, move=move, copy=copy)
+
+    def _use(self, newest: Generation | None) -> None:
+        """Overwrite a generation last."""
+        self._oldest.sort(key=lambda number: self._memory.generations[number] is newest)
+
+    def _keep(self, steps: set[int], own: Mapping[int, Snapshot], copies: Mapping[int, Snapshot]) -> None:
+        """Keep the newest of the steps that all processes and their copies have."""
+        if steps:
+            newest, generations = max(steps), self._memory.generations
+            self._kept = next(n for n, one in enumerate(generations) if one is own[newest].generation)
+            first, second = self._intervals.own, self._intervals.own + 1
+            self._next_copy = second if generations[first] is copies[newest].generation else first
+
+    @property
+    def _own(self) -> list[Generation]:
+        return self._memory.generations[: self._intervals.own]
+
+    @property
+    def _copies(self) -> list[Generation]:
+        return self._memory.generations[self._intervals.own :]
 
     def check(self) -> None:
         """Look whether the newest snapshot is intact, so that ``choose`` knows it at once.
@@ -167,7 +230,7 @@ class Snapshots:
         A process that stands by does it while the processes before it end.
         """
         self._refresh()
-        found = filter(None, map(_read, self._memory.generations))
+        found = filter(None, map(_read, self._own))
         if newest := max(found, key=lambda one: one.step, default=None):
             self._is_intact(newest)
 
@@ -178,32 +241,51 @@ class Snapshots:
             self._lock()
 
     def _is_intact(self, one: Snapshot) -> bool:
-        text = one.generation.text() or ""
-        if text not in self._intact:
-            self._intact[text] = one.generation.is_intact(one.files)
-        return self._intact[text]
+        assert one.generation is not None
+        key = one.generation.start, one.generation.text() or ""
+        if key not in self._intact:
+            self._intact[key] = one.generation.is_intact(one.files)
+        return self._intact[key]
 
     def reserve(self, state: TrainState) -> None:
-        """Make room for two snapshots of a state; all processes call it together.
+        """Make room for snapshots of a state; all processes call it together.
 
         Raises:
-            ConfigurationError: the host has no room.
+            ConfigurationError: the host has no room, or no copies for other hosts can be made.
         """
+        if self._intervals.copy_seconds:
+            self._check_copies(state)
         sizes = _sizes(_arrays(state))
         arrays, count = sum(sizes.values()), len(sizes)
-        needed = max(0, file_size(arrays, count) - self._memory.held)
-        if short := shortage(gather_from_all((needed, memory_limits()))):
+        wanted = self._memory.size_for(arrays, count)
+        if short := shortage(gather_from_all((max(0, wanted - self._memory.held), memory_limits()))):
+            what, less = ("two snapshots", "--snapshot-seconds 0, so that a restart uses checkpoints")
+            if self._copies:
+                what, less = "three snapshots and two copies for another host", "--copy-seconds 0"
             raise ConfigurationError(
-                f"two snapshots of the state of {short.processes} processes take {size(short.needed)} of "
-                f"this host's memory, and {size(short.free)} are free. Launch with --snapshot-seconds 0, so "
-                "that a restart uses checkpoints, or use a host or container with more memory."
+                f"{what} of the state of {short.processes} processes take {size(short.needed)} of "
+                f"this host's memory, and {size(short.free)} are free. Launch with {less}, "
+                "or use a host or container with more memory."
             )
-        if self._memory.size != file_size(arrays, count):  # a new job, or another number of nodes
+        if self._memory.size != wanted:  # a new job, or another number of nodes
             jax.block_until_ready(_arrays(state))
             self._locks.close()
             self._memory.resize(arrays, count)
             self._worker.put(self._memory.touch)
             self._worker.put(self._lock)
+
+    def _check_copies(self, state: TrainState) -> None:
+        if state.spec.zero.state_spread == "node":
+            raise ConfigurationError(
+                'with state_spread = "node" every host has the whole state: leave out --copy-seconds'
+            )
+        if sorted(node_leaders(self._mesh)) != [*range(jax.process_count())]:
+            raise ConfigurationError(
+                f"--copy-seconds needs a process for each node, and {jax.process_count()} processes have "
+                f"{self._mesh.shape[NODE]} nodes: leave out --mesh.nodes, or --copy-seconds"
+            )
+        if not self._intervals.distance:
+            self.say("no host keeps another's state: --copy-seconds needs nodes on two hosts")
 
     @property
     def is_busy(self) -> bool:
@@ -217,14 +299,14 @@ class Snapshots:
         True if a failure would now repeat the given seconds of work, unless waiting for snapshots would take
         more than 2% of the time.
         """
-        after = max(self._seconds - self._written, self._pause / _SHARE)
+        after = max(self._intervals.seconds - self._written, self._pause / _SHARE)
         return time.monotonic() - self._begun >= after
 
     def take(self, step: int, state: TrainState, record: Record) -> None:
         """Start a snapshot of the state after a step, which has ended; all processes call it together.
 
         Training continues when the arrays are copied on the devices. If there is no room for copies, or if
-        arrays are in host memory, it waits until all is written.
+        arrays are in host memory, it waits until all is written. It also waits while other hosts get copies.
 
         Raises:
             RunError: the snapshot before it could not be written.
@@ -236,7 +318,9 @@ class Snapshots:
         if first := self._beside_training is None:
             room = fit_beside_training([state]) and not any(map(in_host, arrays.values()))
             self._beside_training = all(gather_from_all(room))
-        generation, self._next = self._memory.generations[self._next], 1 - self._next
+        number = next(number for number in self._oldest if number != self._kept)
+        generation = self._memory.generations[number]
+        self._use(generation)
         if self._beside_training:
             copies = _copies(arrays)
             self._worker.put(lambda: self._write(generation, step, copies, record))
@@ -244,21 +328,52 @@ class Snapshots:
             self._write(generation, step, arrays, record)
         if not (first and self._beside_training):  # which compiles the copies
             self._pause = time.monotonic() - self._begun
+        if self._copies and any(gather_from_all(self._copy_is_due)):
+            self._copy_to_other_hosts(step, _arrays(state), record)
+            self._kept = number
 
     def _write(self, generation: Generation, step: int, arrays: dict[str, Array], record: Record) -> None:
+        held = self._fill(generation, step, record, _sizes(arrays), functools.partial(_copy, arrays))
+        first, self._written = not self._written, time.monotonic() - self._begun
+        if first:
+            self.say(f"the first snapshot, of step {step}: {size(held)} in {self._written:.1f} s")
+
+    def _fill(
+        self, generation: Generation, step: int, record: Record, sizes: Mapping[str, int], fill: Fill
+    ) -> int:
+        """Write a generation; returns the bytes of its arrays."""
+
         def describe(files: Checksums) -> str:
             return dump_checked(asdict(Manifest(step, time.time(), record, files)))
 
         try:
-            held = generation.write(_sizes(arrays), functools.partial(_copy, arrays), describe)
+            return generation.write(sizes, fill, describe)
         except Exception as error:
             raise RunError(
                 f"cannot keep a snapshot of step {step} in memory: {error_line(error)}. Launch with "
                 "--snapshot-seconds 0 to do without."
             ) from error
-        first, self._written = not self._written, time.monotonic() - self._begun
+
+    @property
+    def _copy_is_due(self) -> bool:
+        return time.monotonic() - self._copied >= self._intervals.copy_seconds
+
+    def _copy_to_other_hosts(self, step: int, arrays: Mapping[str, Array], record: Record) -> None:
+        """Copy each process's part to the memory of a process on another host, array by array."""
+        begun, first = time.monotonic(), self._copied == -math.inf
+
+        def fill(places: Places) -> None:
+            for name, x in arrays.items():
+                theirs = {name: of_neighbours(x, self._intervals.distance)}
+                _copy(theirs, {part: places[part] for part in _part_names(name, x)})
+
+        generation = self._memory.generations[self._next_copy]
+        held = self._fill(generation, step, record, _sizes(arrays), fill)
+        gather_from_all(None)  # all have theirs
+        self._next_copy = 2 * self._intervals.own + 1 - self._next_copy
+        self._copied = time.monotonic()
         if first:
-            self.say(f"the first snapshot, of step {step}: {size(held)} in {self._written:.1f} s")
+            self.say(f"another host has a copy of step {step}: {size(held)} in {self._copied - begun:.1f} s")
 
     def wait(self) -> None:
         """Wait until no snapshot is being written; errors as for ``take``."""
@@ -333,7 +448,7 @@ def _shards(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return parts
 
 
-def _copy(arrays: dict[str, Array], places: Mapping[str, UInt8[np.ndarray, " bytes"]]) -> None:
+def _copy(arrays: dict[str, Array], places: Places) -> None:
     """Copy this process's parts of arrays to their places, beside steps, and then drop the arrays."""
     parts = _shards(jax.block_until_ready(arrays))
     on_gpu = {name for name, x in parts.items() if on_gpus(x.devices()) and not in_host(x)}
@@ -343,14 +458,18 @@ def _copy(arrays: dict[str, Array], places: Mapping[str, UInt8[np.ndarray, " byt
     arrays.clear()
 
 
-def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nodes: bool) -> list[np.ndarray]:
-    """This process's parts of an array, flat and in their dtype.
+def _parts(
+    entry: Entry, name: str, held: Mapping[str, np.ndarray] | None, *, other_nodes: bool
+) -> list[np.ndarray]:
+    """This process's parts of an array, flat and in their dtype; zeros if it holds none.
 
     The padding of a weight depends on the number of nodes. With ``other_nodes`` the snapshot is of another
     number, so weights that every node holds are padded again. One node holds all weights.
     """
     x, leaf = entry.x, entry.leaf
     names = _part_names(name, x)
+    if held is None:
+        return [np.zeros(_shard_bytes(x) // x.dtype.itemsize, x.dtype) for _ in names]
     parts = [held[part].view(x.dtype) for part in names if part in held]
     whole = leaf is not None and (leaf.in_every_node or leaf.world.nodes == 1)
     if other_nodes and leaf is not None and whole and len(parts) == len(names):
@@ -360,26 +479,6 @@ def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nod
     if len(parts) != len(names) or any(part.nbytes != _shard_bytes(x) for part in parts):
         raise RunError(f"the snapshot in memory has no {name} of this run's size: launch the run again")
     return parts
-
-
-def _zeros(x: Array) -> list[np.ndarray]:
-    """Zeros in place of this process's parts of an array."""
-    return [np.zeros(_shard_bytes(x) // x.dtype.itemsize, x.dtype) for _ in _indices(x)]
-
-
-def _of_node(x: Array, source: int) -> Array:
-    """An array that each node holds whole, as one node has it; bit for bit, in the memory where it was."""
-    assert isinstance(x.sharding, NamedSharding)
-    mesh, spec = x.sharding.mesh, x.sharding.spec
-
-    def of_source(own: Array) -> Array:
-        # NCCL sums bytes, and neither NaN nor -0.0 changes.
-        bits = lax.bitcast_convert_type(own, jnp.uint8) if own.dtype != bool else own.astype(jnp.uint8)
-        bits = lax.psum(jnp.where(lax.axis_index(NODE) == source, bits, 0), NODE)
-        return lax.bitcast_convert_type(bits, own.dtype) if own.dtype != bool else bits.astype(bool)
-
-    move = jax.shard_map(of_source, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.device_put(jax.jit(move)(to_device(x)), x.sharding)
 
 
 def _placed(like: Array, parts: Sequence[np.ndarray]) -> Array:
