@@ -59,7 +59,7 @@ class FromCopies:
 
 @dataclass(frozen=True)
 class FromNode:
-    """All nodes hold the same parts, and get those of one of them.
+    """All nodes hold the same parts, and get the ones that one of them has.
 
     Attributes:
         source: that node.
