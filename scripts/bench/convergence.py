@@ -81,7 +81,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     EXACT: {"preset": "zero3"},
     "delta-stochastic": {**DELTA, "rounding": "stochastic"},
     "delta-nearest": DELTA,
-    "delta-stochastic-node": {**DELTA, "rounding": "stochastic", "state_spread": "node"},
+    **{
+        f"delta-node{kind}": {**DELTA, "state_spread": "node", **keys}
+        for kind, keys in {
+            "": {"rounding": "stochastic"},
+            "-int8": {"rounding": "stochastic", "weights": "int8"},
+            "-nearest-feedback": {"error_feedback": True},
+        }.items()
+    },
     "zero++-256": ZERO_PP,
     "zero++-128": {**ZERO_PP, "block_size": 128},
     "zero++-stochastic": {**ZERO_PP, "rounding": "stochastic"},

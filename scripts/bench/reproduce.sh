@@ -195,6 +195,12 @@ formats() {
         --json docs/measured/quality-124m-2x1.json --picture docs/quality.png
 }
 
+state-in-every-node() {
+    scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 1 2 \
+        --variants delta-stochastic delta-node delta-node-int8 delta-node-nearest-feedback \
+        --json docs/measured/quality-124m-state-in-every-node.json
+}
+
 formats-800-steps() {
     scripts/bench/convergence.py scripts/bench/convergence.toml --mesh.nodes 1 --train.steps 800 --train.batch-size 24 \
         --train.eval-every 200 --optimizer.warmup-steps 240 --seeds 0 1 2 --variants zero3 zero3-fp8 \
