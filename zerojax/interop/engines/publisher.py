@@ -107,18 +107,13 @@ class Publisher:
             raise ConfigurationError(f"version {version} is not above {self._latest.number}: count upwards")
         arrays = arrays_of(state)
         before = self._latest
-        exponents = self._exponents(arrays)
+        exponents = exponents_of(arrays, self._blocks, self._layers)
         shards = [self._compare(arrays, exponents, i, before) for i in range(len(self._parts))]
         self._latest = now = _Version(version, shards)
         while not self._worker.put(lambda: self._encode(before, now)):
             self._worker.wait(60.0, _QUEUED - 1)
         if self._worker.error is not None:
             raise RunError(f"the weights for engines: {self._worker.error}") from self._worker.error
-
-    def _exponents(self, arrays: dict[Key, jax.Array]) -> dict[Key, jax.Array]:
-        """The exponents of the scales of fp8 weights, on all devices."""
-        own, layers = [arrays[key] for key in self._blocks], [self._layers[key] for key in self._blocks]
-        return dict(zip(self._blocks, exponents_of(own, [*self._blocks.values()], layers), strict=True))
 
     def _compare(
         self,

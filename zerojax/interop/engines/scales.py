@@ -5,7 +5,7 @@ cross shards, so its largest magnitude is a maximum over devices. No weight leav
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +21,7 @@ from zerojax.interop.engines.receiver.manifest import Strip
 from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.interop.huggingface.mapping import Tensor
 from zerojax.sharding.memory import to_device
+from zerojax.sharding.param_tree import Path
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -76,17 +77,17 @@ class Blocks:
 
 
 def exponents_of(
-    arrays: Sequence[jax.Array], blocks: Sequence[Blocks], layers: Sequence[int]
-) -> list[Int32[Array, "layers rows columns"]]:
-    """The exponents of the scales of sharded weights, on all devices. All processes must call it.
+    arrays: Mapping[Path, jax.Array], blocks: Mapping[Path, Blocks], layers: Mapping[Path, int]
+) -> dict[Path, Int32[Array, "layers rows columns"]]:
+    """The exponents of the scales of the weights with ``blocks``, on all devices.
 
-    Args:
-        arrays: fp32, as a train state stores them.
-        blocks: of each.
-        layers: of each.
+    All processes must call it. ``arrays`` are fp32, as a train state stores them.
     """
-    found = [_on_devices(*one) for one in zip(arrays, blocks, layers, strict=True)]
-    return _exponents(found, arrays[0].sharding.mesh) if found else []  # pyrefly: ignore[missing-attribute]
+    if not blocks:
+        return {}
+    found = [_on_devices(arrays[path], own, layers[path]) for path, own in blocks.items()]
+    mesh: Mesh = arrays[next(iter(blocks))].sharding.mesh  # pyrefly: ignore[missing-attribute]
+    return dict(zip(blocks, _exponents(found, mesh), strict=True))
 
 
 def _on_devices(x: jax.Array, blocks: Blocks, layers: int) -> Int32[Array, "devices layers rows columns"]:

@@ -424,8 +424,7 @@ class PeftAdapter:
         if first is None:
             raise ConfigurationError(
                 "no Hugging Face family fits this model, and PEFT's files are for their models alone: "
-                "see "
-                "docs/huggingface.md"
+                "see docs/huggingface.md"
             )
         raise ConfigurationError(
             f"{self.folder / WEIGHTS} has {short(first[1])}, but a {first[0].architecture} of {model.layers} "
