@@ -8,13 +8,13 @@ from zerojax.interop.engines.receiver.ends import TOKEN, Receiver
 from zerojax.interop.engines.receiver.mirror import Mirror
 
 
-def test_a_receiver_gets_the_weights_of_a_run(finished, tmp_path, monkeypatch, capsys):
+def test_a_receiver_gets_the_weights_of_a_run(gpt2_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(TOKEN, "a token of sixteen")
     mirror = Mirror(tmp_path / "mirror")
     end = Receiver(mirror, "127.0.0.1", 0, "a token of sixteen")
-    assert main(["follow", str(finished.path), "--to", f"127.0.0.1:{end.port}", "--dtype", "fp32"]) == 0
-    assert f"at step {mirror.version} of {finished.path}" in capsys.readouterr().out
-    assert main(["export", str(finished.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert main(["follow", str(gpt2_run.path), "--to", f"127.0.0.1:{end.port}", "--dtype", "fp32"]) == 0
+    assert f"at step {mirror.version} of {gpt2_run.path}" in capsys.readouterr().out
+    assert main(["export", str(gpt2_run.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     for file in ("config.json", "model.safetensors"):
         current = tmp_path / "mirror" / "current" / file
         assert current.read_bytes() == (tmp_path / "out" / file).read_bytes()
@@ -22,7 +22,7 @@ def test_a_receiver_gets_the_weights_of_a_run(finished, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_process_of_a_job_sends_its_shards(processes, finished, tmp_path, monkeypatch):
+def test_every_process_of_a_job_sends_its_shards(processes, gpt2_run, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, "a token of sixteen")
     sessions = set()
 
@@ -38,14 +38,14 @@ def test_every_process_of_a_job_sends_its_shards(processes, finished, tmp_path, 
     shares, mirror = [], Watched(tmp_path / "mirror")
     end = Receiver(mirror, "127.0.0.1", 0, "a token of sixteen")
     launch = ("launch", "--nodes", processes, "--devices-per-node", 1, "--platform", "cpu")
-    follow = ("follow", finished.path, "--to", f"127.0.0.1:{end.port}", "--flows", 1, "--dtype", "fp32")
+    follow = ("follow", gpt2_run.path, "--to", f"127.0.0.1:{end.port}", "--flows", 1, "--dtype", "fp32")
     done = zerojax(*launch, *follow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(sessions) == 1
     assert len(shares) == processes
     assert mirror.manifest is not None
     assert sorted(x for share in shares for x in share) == [*range(len(mirror.manifest.pieces))]
-    assert main(["export", str(finished.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert main(["export", str(gpt2_run.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     current = tmp_path / "mirror" / "current" / "model.safetensors"
     assert current.read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     end.close()
@@ -60,6 +60,6 @@ def test_every_process_of_a_job_sends_its_shards(processes, finished, tmp_path, 
         (["--to", "h:1", "--weights", "fp8-blocks", "--block-size", "0"], "at least one row"),
     ],
 )
-def test_addresses_and_dtypes_are_checked(finished, arguments, message, capsys):
-    assert main(["follow", str(finished.path), *arguments]) == 2
+def test_addresses_and_dtypes_are_checked(gpt2_run, arguments, message, capsys):
+    assert main(["follow", str(gpt2_run.path), *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import tyro
 from grain._src.python.experimental.index_shuffle.python import index_shuffle_module
-from micro_run import micro_config
+from micro_run import micro_config, train
 from tyro._parsers import ParserSpecification
 
 import zerojax
 from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
+
+GPT2 = {"biases": True, "norm": "layer"}
+"""What makes a micro run's model one that can be exported."""
 
 abstract_state = vars(build.RunSetup)["abstract_state"].func
 
@@ -87,6 +90,14 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     config = micro_config(text, log={"trackers": ["tensorboard"]}, checkpoint={"keep": 2})
     with TrainRun.open(config, folder) as trainer:
         trainer.train()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run of a model that Hugging Face has a family for; read-only."""
+    folder = RunFolder(tmp_path_factory.mktemp("finished") / "gpt2")
+    train(micro_config(text, model=GPT2, train={"eval_every": 0}), folder.path)
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finished_runs import GPT2
 from hf_models import FIXTURES, begin_run
 from http_engine import HTTPEngine, loader
 from micro_run import ROLLOUTS, lines, merged, micro_config, post_train
@@ -54,6 +55,7 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
         "train": {"steps": 3, "batch_size": 8},
         "data": {"validation": 0.2},
         "checkpoint": {"every": 0},
+        "model": GPT2,
         "posttrain": {"method": "grpo", "reward": f"{place / 'scores.py'}:share", "group_size": 4},
     }
     return micro_config(place / "prompts.jsonl", **merged(ROLLOUTS, given, sections))
@@ -68,10 +70,10 @@ def served(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPEngine]
 
 
 def test_greedy_answers_are_those_of_the_runs_own_devices(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path
 ) -> None:
     settings = config(place, posttrain={"engines": [served.url], "eval_prompts": 4})
-    run = partial(GRPOTrainer.open, settings, RunFolder(tmp_path / "run"), init_from=finished.path)
+    run = partial(GRPOTrainer.open, settings, RunFolder(tmp_path / "run"), init_from=gpt2_run.path)
     with run() as trainer:
         assert trainer.engines is not None
         own = trainer.task.evaluate(OwnGenerator(trainer.state))
@@ -85,10 +87,10 @@ def test_greedy_answers_are_those_of_the_runs_own_devices(
 
 
 def test_each_rollout_is_made_by_the_newest_weights(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path
 ) -> None:
     settings = config(place, posttrain={"engines": [served.url]})
-    post_train(GRPOTrainer, settings, tmp_path / "run", finished)
+    post_train(GRPOTrainer, settings, tmp_path / "run", gpt2_run)
     found = lines(tmp_path / "run")
     assert [line["weights_age"] for line in found] == [0, 0, 0]
     assert [name.rpartition("-")[0] for name in served.loaded] == ["step-0", "step-1", "step-2"]
@@ -101,7 +103,7 @@ def test_each_rollout_is_made_by_the_newest_weights(
 
 
 def test_one_rollout_ahead_is_made_beside_the_training_by_weights_one_rollout_old(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first prompt of rollout 2 waits for the end of step 1, which does not wait for the rollout."""
     trained, waited = threading.Event(), list[bool]()
@@ -114,7 +116,7 @@ def test_one_rollout_ahead_is_made_beside_the_training_by_weights_one_rollout_ol
     settings = config(place, posttrain={"engines": [served.url], "rollouts_ahead": 1})
     served.after(1 + 8, lambda: waited.append(trained.wait(60)))  # the trial, and rollout 1
     monkeypatch.setattr(GRPOTrainer, "log_step", logged)
-    post_train(GRPOTrainer, settings, tmp_path / "run", finished)
+    post_train(GRPOTrainer, settings, tmp_path / "run", gpt2_run)
     assert waited == [True]
     found = lines(tmp_path / "run")
     assert [line["weights_age"] for line in found] == [0, 1, 1]
@@ -125,10 +127,10 @@ def test_one_rollout_ahead_is_made_beside_the_training_by_weights_one_rollout_ol
 
 
 def test_the_importance_of_a_token_multiplies_its_advantage(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path
 ) -> None:
     settings = config(place, posttrain={"engines": [served.url], "importance_cap": 1.5})
-    run = partial(GRPOTrainer.open, settings, RunFolder(tmp_path / "run"), init_from=finished.path)
+    run = partial(GRPOTrainer.open, settings, RunFolder(tmp_path / "run"), init_from=gpt2_run.path)
     with run() as trainer:
         rollout = trainer.rollout(StopRequest())
         rewards = np.arange(8.0, dtype=np.float32)
@@ -143,12 +145,12 @@ def test_the_importance_of_a_token_multiplies_its_advantage(
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ppo_and_environments_generate_with_engines(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path, ahead: int
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path, ahead: int
 ) -> None:
     game = {"reward": "", "environment": f"{place / 'scores.py'}:Game", "max_turns": 3}
     method = {"method": "ppo", "group_size": 1, "engines": [served.url], "rollouts_ahead": ahead}
     settings = config(place, train={"steps": 2}, posttrain={**game, **method})
-    post_train(PPOTrainer, settings, tmp_path / "run", finished)
+    post_train(PPOTrainer, settings, tmp_path / "run", gpt2_run)
     found = lines(tmp_path / "run")
     assert [line["turns"] for line in found] == [2, 2]
     assert [line["weights_age"] for line in found] == [0, ahead]
@@ -156,7 +158,7 @@ def test_ppo_and_environments_generate_with_engines(
 
 
 def test_a_run_goes_on_when_its_engine_restarts(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(pool_module.logger, "warning", lambda text, *values: said.append(text % values))
@@ -166,7 +168,7 @@ def test_a_run_goes_on_when_its_engine_restarts(
         served.restart()
 
     served.after(12, lambda: threading.Thread(target=restart).start())
-    post_train(GRPOTrainer, config(place, posttrain={"engines": [served.url]}), tmp_path / "run", finished)
+    post_train(GRPOTrainer, config(place, posttrain={"engines": [served.url]}), tmp_path / "run", gpt2_run)
     assert [line["weights_age"] for line in lines(tmp_path / "run")] == [0, 0, 0]
     assert max(line["mismatch"] for line in lines(tmp_path / "run")) < 1e-5
     assert any("lost an engine, whose prompts go to the others" in line for line in said)
@@ -174,14 +176,14 @@ def test_a_run_goes_on_when_its_engine_restarts(
 
 
 def test_a_receiver_beside_an_engine_gets_what_has_changed(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEROJAX_JOB_TOKEN", "a secret of this test")
     mirror = Mirror(tmp_path / "mirror")
     receiver = Receiver(mirror, "127.0.0.1", 0, "a secret of this test")
     there = {"engine_receivers": [f"127.0.0.1:{receiver.port}"], "engine_folder": str(tmp_path / "mirror")}
     settings = config(place, posttrain={"engines": [served.url], **there})
-    post_train(GRPOTrainer, settings, tmp_path / "run", finished)
+    post_train(GRPOTrainer, settings, tmp_path / "run", gpt2_run)
     receiver.close()
     assert max(line["mismatch"] for line in lines(tmp_path / "run")) < 1e-5
     assert served.loaded == ["current"] * 3
@@ -211,20 +213,20 @@ def test_engines_get_fp8_as_zerojax_export_writes_it(tmp_path: Path, monkeypatch
     assert b"weight_block_size" in found[1]
 
 
-def test_receivers_need_a_token(place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: Any) -> None:
+def test_receivers_need_a_token(place: Path, gpt2_run: RunFolder, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("ZEROJAX_JOB_TOKEN", raising=False)
     there = {"engines": ["http://a:1"], "engine_receivers": ["a:2"], "engine_folder": "mirror"}
     with pytest.raises(ConfigurationError, match="set ZEROJAX_JOB_TOKEN"):
-        GRPOTrainer.open(config(place, posttrain=there), RunFolder(tmp_path / "run"), init_from=finished.path)
+        GRPOTrainer.open(config(place, posttrain=there), RunFolder(tmp_path / "run"), init_from=gpt2_run.path)
 
 
 def test_unusable_engines_are_refused(
-    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path
 ) -> None:
     served.respond = lambda path, body: (404, b"not found")
     settings = config(place, posttrain={"engines": [served.url]})
     with pytest.raises(ConfigurationError, match=r"HTTP status 404.*--enable-scale-out"):
-        GRPOTrainer.open(settings, RunFolder(tmp_path / "run"), init_from=finished.path)
+        GRPOTrainer.open(settings, RunFolder(tmp_path / "run"), init_from=gpt2_run.path)
     assert not (tmp_path / "run").exists()
 
 
