@@ -159,7 +159,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(hidden, width, rngs=rngs)
 
     def __call__(self, x):
-        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+        return x + self.down(jnp.tanh(self.up(self.norm(x))))
 
 
 class Listed(nnx.Module):
@@ -194,7 +194,7 @@ class LinenBlock(linen.Module):
     @linen.compact
     def __call__(self, x):
         hidden = linen.Dense(HIDDEN)(linen.LayerNorm()(x))
-        return x + linen.Dense(WIDTH)(jax.nn.gelu(hidden))
+        return x + linen.Dense(WIDTH)(jnp.tanh(hidden))
 
 
 class LinenListed(linen.Module):
