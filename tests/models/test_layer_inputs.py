@@ -1,5 +1,6 @@
 """Decoders with an input for each layer, and keys and values that later layers share (Gemma 4 E2B)."""
 
+import functools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from plain_step import begin
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, lm_loss, units_of
+from zerojax.models import GPT, GPTConfig, lm_loss, units_of
 from zerojax.models.kv_cache import KVCache
 from zerojax.models.size import flops_per_token, parameter_count
 
@@ -32,6 +33,8 @@ E2B = replace(
     embedding_scale=4.0,
     init_std=0.2,
 )
+HALF = replace(E2B, layers=4, kv_shared_layers=2)
+"""A layer of each kind, for half of the compiling."""
 Weights = dict[str, Any]
 
 
@@ -50,21 +53,22 @@ def rotated(x: jax.Array, theta: float, pairs: int) -> jax.Array:
     )
 
 
-def plain_logits(weights: Weights, tokens: np.ndarray) -> jax.Array:
+def plain_logits(config: GPTConfig, weights: Weights, tokens: np.ndarray) -> jax.Array:
     """The logits, layer by layer, in plain JAX: as in transformers' modeling_gemma4."""
     table, inputs = weights["embed"]["embedding"], weights["layer_inputs"]
     x = embedded = table[tokens] * 4.0
-    shape = (*tokens.shape, E2B.layers, E2B.layer_inputs)
+    shape = (*tokens.shape, config.layers, config.layer_inputs)
+    sharing = config.layers - config.kv_shared_layers
     projected = normed(
         (embedded @ inputs["projection"]["kernel"] / 4.0).reshape(shape), inputs["norm"]["scale"]
     )
     own = (projected + inputs["embed"]["embedding"][tokens].reshape(shape) * 2.0) / np.sqrt(2)
     distances = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
     keys: dict[bool, tuple[jax.Array, jax.Array]] = {}
-    for layer in range(E2B.layers):
-        full, shares = layer % 2 == 1, layer >= 4
+    for layer in range(config.layers):
+        full, shares = layer % 2 == 1, layer >= sharing
         # The stack of a kind is named by its first layer.
-        first = 4 * shares + full
+        first = sharing * shares + full
         w = jax.tree.map(lambda x, i=(layer - first) // 2: x[i], weights["blocks"][str(first)]["block"])
         width = 8 if full else 4
         heads = normed(x, w["norm_attention"]["scale"]) @ w["attention"]["qkv"]["kernel"]
@@ -88,8 +92,8 @@ def plain_logits(weights: Weights, tokens: np.ndarray) -> jax.Array:
     return normed(x, weights["norm"]["scale"]) @ table.T
 
 
-def plain_loss(weights: Weights, tokens: np.ndarray) -> jax.Array:
-    logits = plain_logits(weights, tokens[:, :-1])
+def plain_loss(config: GPTConfig, weights: Weights, tokens: np.ndarray) -> jax.Array:
+    logits = plain_logits(config, weights, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
@@ -120,26 +124,29 @@ def test_packed_documents_and_cached_tokens_are_computed_as_if_alone(scan: bool)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"),
+    ("config", "mesh", "options"),
     [
-        ((2, 4), {}),
-        pytest.param((1, 1), {}, marks=pytest.mark.slow),
-        pytest.param((3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
-        pytest.param((3, 2), {"remat": "none"}, marks=pytest.mark.slow),
-        pytest.param((2, 2), {"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param((1, 4), {"sequence_parallel": 4}, marks=pytest.mark.slow),
-        pytest.param((1, 2), {"accumulate": 3, "accumulate_order": "breadth"}, marks=pytest.mark.slow),
-        pytest.param((2, 2), {"accumulate": 3}, marks=pytest.mark.slow),
-        pytest.param((2, 2), {"host": ("optimizer",), "update_in_backward": True}, marks=pytest.mark.slow),
-        pytest.param((2, 2), {"host": ("activations",), "remat": "full"}, marks=pytest.mark.slow),
+        (HALF, (2, 4), {}),
+        pytest.param(E2B, (2, 4), {}, marks=pytest.mark.slow),
+        pytest.param(E2B, (1, 1), {}, marks=pytest.mark.slow),
+        pytest.param(E2B, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
+        pytest.param(E2B, (3, 2), {"remat": "none"}, marks=pytest.mark.slow),
+        pytest.param(E2B, (2, 2), {"remat": "full"}, marks=pytest.mark.slow),
+        pytest.param(E2B, (1, 4), {"sequence_parallel": 4}, marks=pytest.mark.slow),
+        pytest.param(E2B, (1, 2), {"accumulate": 3, "accumulate_order": "breadth"}, marks=pytest.mark.slow),
+        pytest.param(E2B, (2, 2), {"accumulate": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            E2B, (2, 2), {"host": ("optimizer",), "update_in_backward": True}, marks=pytest.mark.slow
+        ),
+        pytest.param(E2B, (2, 2), {"host": ("activations",), "remat": "full"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_that_of_plain_jax(mesh: tuple[int, int], options: dict[str, Any]):
+def test_a_step_is_that_of_plain_jax(config: GPTConfig, mesh: tuple[int, int], options: dict[str, Any]):
     tx = optax.adamw(0.01, eps=1e-3)  # does not divide rounding errors by gradients near zero
-    state = begin(E2B, mesh, tx, units=units_of(E2B), **options)
+    state = begin(config, mesh, tx, units=units_of(config), **options)
     before = zerojax.gather_params(state)
     tokens = np.random.default_rng(0).integers(0, 64, (24, 21), dtype=np.int32)
-    loss, gradients = jax.jit(jax.value_and_grad(plain_loss))(before, tokens)
+    loss, gradients = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config)))(before, tokens)
     state, metrics = zerojax.train_step(state, {"tokens": tokens})
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     updates: Any = jax.jit(lambda grads, before: tx.update(grads, tx.init(before), before)[0])(

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from hf_models import FIXTURES
-from plain_step import check_step
+from plain_step import begin, check_step
 
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelFolder, adapter_lora, load_weights
 from zerojax.interop.huggingface.families import describe_model, read_model
-from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models import GPTConfig
 from zerojax.models.size import attention_flops, flops_per_token, parameter_count
 
 FOLDER = FIXTURES / "families" / "gemma4"
@@ -144,13 +144,7 @@ def test_imported_adapters_divide_the_columns_of_each_kind():
 def test_generation_gives_the_greedy_tokens_of_transformers(name: str, expected: tuple[list[int], ...]):
     folder = FOLDER.with_name(name)
     model = ModelFolder.open(folder).model
-    state = zerojax.TrainState.create(
-        lambda rngs: GPT(model, rngs=rngs),
-        optax.sgd(0.1),
-        lm_loss,
-        mesh=zerojax.make_mesh(1, 2, devices=jax.devices()[:2]),
-        zero=zerojax.ZeroConfig(compute_dtype="float32"),
-    )
+    state = begin(model, (1, 2), optax.sgd(0.1))
     tokens = np.load(folder / "expected.npz")["tokens"]
     found = zerojax.generate(load_weights(state, folder), list(tokens), 12, temperature=0).tokens
     assert found.tolist() == list(expected)
