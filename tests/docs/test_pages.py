@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,14 @@ LONG = (
     "docs/two-nodes.md",
     "docs/wire.md",
 )
+# Each compiles steps or loops of generation for three seconds of CPU time or more. Those of README.md and
+# docs/bring-your-model.md, which train as well, always run.
+LONG_PROGRAMS = (
+    "docs/adapters.md",
+    "docs/generation.md",
+    "docs/long-context.md",
+    "docs/own-loop.md",
+)
 
 
 @pytest.fixture
@@ -101,15 +110,17 @@ def programs() -> Iterator[ForkedPrograms]:
     forked.close()
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in COMMANDS]
-)
+def pages(names: Iterable[str], slow: Container[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
+
+
+@pytest.mark.parametrize("page", pages(COMMANDS, LONG))
 def test_the_commands_of_a_page_work_in_their_order(page: str, checkout: Path):
     for block in COMMANDS[page]:
         run(["bash", "-euo", "pipefail", "-c", block.code], block, checkout)
 
 
-@pytest.mark.parametrize("page", FIRST.values())
+@pytest.mark.parametrize("page", pages(FIRST.values(), LONG_PROGRAMS))
 def test_the_python_of_a_page_runs_as_one_program(page: str, checkout: Path, programs: ForkedPrograms):
     output = checkout / "output.txt"
     code = programs.run(PROGRAMS[page], checkout, output)
