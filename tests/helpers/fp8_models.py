@@ -61,13 +61,13 @@ class Fp8Block(nnx.Module):
     """A norm, two kernels for fp8, and one of sizes that are no multiples of 16."""
 
     def __init__(self, dot: Any = jax.lax.dot_general, *, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(INNER, rngs=rngs)
+        self.norm = nnx.RMSNorm(INNER, rngs=rngs)
         self.up = nnx.Linear(INNER, HIDDEN, dot_general=dot, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, INNER, dot_general=dot, rngs=rngs)
-        self.odd = nnx.Linear(INNER, 5, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, INNER, use_bias=False, dot_general=dot, rngs=rngs)
+        self.odd = nnx.Linear(INNER, 5, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+        x = x + self.down(jnp.tanh(self.up(self.norm(x))))
         return x + 0.1 * jnp.mean(jnp.tanh(self.odd(x)), axis=-1, keepdims=True)
 
 
@@ -98,7 +98,7 @@ class LinenFp8Block(linen.Module):
     @linen.compact
     def __call__(self, x):
         hidden = linen.Dense(HIDDEN, dot_general=self.dot)(linen.LayerNorm()(x))
-        return x + linen.Dense(INNER, dot_general=self.dot)(jax.nn.gelu(hidden))
+        return x + linen.Dense(INNER, dot_general=self.dot)(jnp.tanh(hidden))
 
 
 class LinenFp8Model(linen.Module):

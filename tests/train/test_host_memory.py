@@ -43,7 +43,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(3 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+        return x + self.down(jnp.tanh(self.up(self.norm(x))))
 
 
 class Model(nnx.Module):

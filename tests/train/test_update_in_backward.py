@@ -55,10 +55,10 @@ class Block(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array, bad: jax.Array | float = 0.0) -> jax.Array:
-        return poisoned(x + self.down(jax.nn.gelu(self.up(self.norm(x)))), jnp.asarray(bad))
+        return poisoned(x + self.down(jnp.tanh(self.up(self.norm(x)))), jnp.asarray(bad))
 
 
 class Model(nnx.Module):
