@@ -252,7 +252,17 @@ class Awkward(nnx.Module):
         return (cubed + self.offset[...].astype(jnp.float32) + jnp.sum(self.nothing[...]))[:, None]
 
 
-GPT_TINY = GPTConfig(vocab_size=31, layers=2, d_model=8, heads=2, max_seq_len=7, tied=True, init_std=0.2)
+GPT_TINY = GPTConfig(
+    vocab_size=31,
+    layers=2,
+    d_model=8,
+    heads=2,
+    max_seq_len=7,
+    tied=True,
+    init_std=0.2,
+    biases=False,
+    norm="rms",
+)
 
 
 def token_batch(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:

@@ -25,7 +25,9 @@ ADAMW = optax.adamw(0.01)
 HOST: Any = {"host": ("activations",)}
 STACK = Case(functools.partial(Stacked, layers=5), squared_error, (), regression_batch)
 NORMED = Case(functools.partial(NormedModel, stacked=True), squared_error, (), regression_batch)
-SMALL = GPTConfig(vocab_size=40, layers=5, d_model=16, heads=2, max_seq_len=12, attention="xla")
+SMALL = GPTConfig(
+    vocab_size=40, layers=5, d_model=16, heads=2, max_seq_len=12, attention="xla", biases=False, norm="rms"
+)
 EXPERTS = dataclasses.replace(SMALL, experts=4, experts_per_token=2, mlp="swiglu", ffn=16)
 DELTA = {"hpz": True, "weights_delta": True}
 SLOW = pytest.mark.slow

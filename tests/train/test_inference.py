@@ -15,7 +15,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.checkpoints import Checkpoints, Record, restore_weights
 
-MODEL = GPTConfig(vocab_size=61, layers=2, d_model=16, heads=2, max_seq_len=16)
+MODEL = GPTConfig(vocab_size=61, layers=2, d_model=16, heads=2, max_seq_len=16, biases=False, norm="rms")
 BATCH = {"tokens": np.random.default_rng(0).integers(0, 61, (12, 13)).astype(np.int32)}
 SGD = optax.sgd(0.1)
 
