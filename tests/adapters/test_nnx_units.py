@@ -207,6 +207,32 @@ def test_a_weight_that_is_normalised_may_have_two_names(units):
     trace_train_step(create(model, mean_square, units, zerojax.TrainState.abstract), X)
 
 
+class WeightNormed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.WeightNorm(nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.norm(x))
+
+
+@pytest.mark.parametrize("units", [(), (WeightNormed,)])
+def test_weight_norm_differentiates_and_keeps_the_weight_before_it(units):
+    """Plain NNX would overwrite the weight by the normalised one."""
+    state = create(WeightNormed, mean_square, units)
+    before = jax.tree.map(jnp.asarray, zerojax.gather_params(state)["norm"])
+
+    def loss(weights: Any) -> jax.Array:
+        kernel, (scale,) = weights["layer_instance"]["kernel"], jax.tree.leaves(weights["scales"])
+        normalised = scale * kernel / jnp.linalg.norm(kernel, axis=0)
+        return jnp.mean(jnp.tanh(X @ normalised + weights["layer_instance"]["bias"]) ** 2)
+
+    grads = jax.tree.leaves(jax.grad(loss)(before))
+    state, _ = zerojax.train_step(state, X)
+    after = jax.tree.leaves(zerojax.gather_params(state)["norm"])
+    for old, new, grad in zip(jax.tree.leaves(before), after, grads, strict=True):
+        np.testing.assert_allclose(new, old - grad, rtol=1e-5, atol=1e-7)
+
+
 class Given(nnx.Module):
     """A layer that is given another module."""
 

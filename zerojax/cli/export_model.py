@@ -96,9 +96,11 @@ def run(arguments: list[str]) -> None:
     # The stored weights are written and measured, without the rounding of training's wire formats.
     config = as_stored(with_settings(folder.read_config(), {"mesh": options.mesh}))
     config.model.check_language_model("zerojax export")
-    how = FP8Blocks.of([options.block_size or 128] * 2) if options.weights == "fp8-blocks" else None
-    if options.weights is not None and options.weights != "fp8-blocks":
-        block = options.block_size or config.zero.block_size
+    how = None
+    if options.weights == "fp8-blocks":
+        how = FP8Blocks.of([128 if options.block_size is None else options.block_size] * 2)
+    elif options.weights is not None:
+        block = config.zero.block_size if options.block_size is None else options.block_size
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(config.mesh, config.cluster):
