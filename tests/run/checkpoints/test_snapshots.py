@@ -275,19 +275,20 @@ def test_a_host_that_has_lost_its_memory_gets_its_state_from_another(
     config = {"zero": {"preset": "delta"}}
     memory = SnapshotMemory(snapshot_memory.create(), 5)
     memory.resize(8, 1)
-    for generation, step in zip(memory.generations, (4, 9, 8, 3, 4), strict=True):
+    for generation, step in zip(memory.generations, (4, 9, 8, 4, 3), strict=True):
         keep(generation, step, config)
     if damaged:
-        text = memory.generations[4].text()
+        text = memory.generations[3].text()
         assert text is not None
-        memory.generations[4].arrays(parse_manifest(text).files)["x"][-1] += 1
+        memory.generations[3].arrays(parse_manifest(text).files)["x"][-1] += 1
 
     def gather(own: Any) -> list[Any]:
         return [own, [[], []] if isinstance(own, list) else None if isinstance(own, str) else False]
 
     monkeypatch.setattr(snapshots, "gather_from_all", gather)
     monkeypatch.setattr(snapshots, "node_leaders", lambda _: [0, 1])
-    found = snapshots.Snapshots(memory, Intervals(5.0, 60.0, 1), zerojax.make_mesh(1, 1)).choose(config, None)
+    mine = snapshots.Snapshots(memory, Intervals(5.0, 60.0, 1), zerojax.make_mesh(1, 1))
+    found = mine.choose(config, None)
     if damaged:
         assert found is None
         return
@@ -295,7 +296,23 @@ def test_a_host_that_has_lost_its_memory_gets_its_state_from_another(
     assert (found.step, found.move) == (4, FromCopies((1,), 1))
     assert found.generation is memory.generations[0]
     assert found.copy is not None
-    assert found.copy.generation is memory.generations[4]
+    assert found.copy.generation is memory.generations[3]
+    assert (mine._kept, mine._next_copy) == (0, 4), "both stay until there is a newer copy"
+
+
+def test_a_restart_keeps_the_newest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And continues from a newer snapshot, which it overwrites last."""
+    config = {"zero": {"preset": "delta"}}
+    memory = SnapshotMemory(snapshot_memory.create(), 5)
+    memory.resize(8, 1)
+    for generation, step in zip(memory.generations, (8, 9, 4, 4, 3), strict=True):
+        keep(generation, step, config)
+    monkeypatch.setattr(snapshots, "gather_from_all", lambda own: [own, own])
+    mine = snapshots.Snapshots(memory, Intervals(5.0, 60.0, 1), zerojax.make_mesh(1, 1))
+    found = mine.choose(config, None)
+    assert found is not None
+    assert (found.step, found.move) == (9, None)
+    assert (mine._kept, mine._next_copy, mine._oldest) == (2, 4, [0, 2, 1])
 
 
 @pytest.mark.parametrize("spec", [("node",), (("local", "node"),), ("local",), ()], ids=str)

@@ -161,7 +161,8 @@ class Snapshots:
 
         own, copies = found(self._own), found(self._copies)
         steps = gather_from_all([[*own], [*copies]])
-        self._keep(set.intersection(*({*mine} & {*theirs} for mine, theirs in steps)), own, copies)
+        copied = set.intersection(*({*mine} & {*theirs} for mine, theirs in steps))
+        self._keep(max(copied, default=None), own, copies)
         everywhere = set.intersection(*({*mine} for mine, _ in steps))
         anywhere = set.union(*({*mine} for mine, _ in steps))
         # An older one that all have is not sent, and keeps all error feedback.
@@ -197,6 +198,7 @@ class Snapshots:
             if all(has_copy[leaders[(node + distance) % len(leaders)]] for node in lacking):
                 move = FromCopies(lacking, distance)
                 copy = copies.get(step)
+                self._keep(step, own, copies)
         if move is None:
             return None
         source = intact.index(True)
@@ -208,13 +210,13 @@ class Snapshots:
         """Overwrite a generation last."""
         self._oldest.sort(key=lambda number: self._memory.generations[number] is newest)
 
-    def _keep(self, steps: set[int], own: Mapping[int, Snapshot], copies: Mapping[int, Snapshot]) -> None:
-        """Keep the newest of the steps that all processes and their copies have."""
-        if steps:
-            newest, generations = max(steps), self._memory.generations
-            self._kept = next(n for n, one in enumerate(generations) if one is own[newest].generation)
+    def _keep(self, step: int | None, own: Mapping[int, Snapshot], copies: Mapping[int, Snapshot]) -> None:
+        """Overwrite neither this process's part of a step nor the copy here, until there is a newer copy."""
+        if step in own:
+            self._kept = [one is own[step].generation for one in self._memory.generations].index(True)
+        if step in copies:
             first, second = self._intervals.own, self._intervals.own + 1
-            self._next_copy = second if generations[first] is copies[newest].generation else first
+            self._next_copy = second if copies[step].generation is self._memory.generations[first] else first
 
     @property
     def _own(self) -> list[Generation]:
