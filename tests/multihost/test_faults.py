@@ -302,7 +302,7 @@ def text_config(tmp_path) -> Path:
     path.write_text(
         f"""
         train = {{steps = 40, batch_size = 4, sequence_length = 16, eval_every = 0, eval_batches = 1}}
-        model = {{vocab_size = 256, layers = 1, d_model = 8, heads = 2, max_seq_len = 16}}
+        model = {{vocab_size = 256, layers = 1, d_model = 8, heads = 2, max_seq_len = 16, biases = false}}
         data = {{source = "{tmp_path / "text"}", validation = 0.2}}
         zero = {{compute_dtype = "float32", remat = "none"}}
         checkpoint = {{every = 3}}

@@ -32,6 +32,8 @@ layers = 1
 d_model = 16
 heads = 2
 max_seq_len = 16
+biases = false
+norm = "rms"
 [data]
 source = "{source}"
 validation = 0.2
