@@ -21,6 +21,10 @@ _Change = Mapping[str, Any]
 _PARTS = tuple(part / 20 for part in range(19, 0, -1))
 _WORTH_IT = 1.03
 """The least speed-up to recommend. Predictions are no more accurate."""
+_COPIED = ("parameters", "optimizer", "outer", "residual", "other")
+"""The kinds of memory that a node sends to another host's memory."""
+_SNAPSHOTS = 5
+"""Of its own state and of another's, that a node then keeps (``multihost.snapshot_memory``)."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +152,28 @@ def _listed(zero: ZeroConfig) -> str:
 
 
 def choose_state_spread(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
-    """Say what it costs to keep the whole state in every node; None if that does not fit, or is so already.
+    """Say what it costs that a lost node loses nothing, or little; None if that is so already.
 
-    ``predict`` is as for ``choose_remat``.
+    Every node keeps the whole state. If that does not fit, hosts keep copies of each other's. ``predict`` is
+    as for ``choose_remat``.
     """
     if cluster.nodes == 1 or zero.state_spread == "node":
         return None
     for memory, time in _tried(zero, [{"state_spread": "node"}], predict).values():
         if fits(memory, cluster):
             return (
-                'Every node can hold the whole state: with state_spread = "node" a lost node loses nothing. '
+                'Every node can hold the whole state: with state_spread = "node" a lost node loses nothing, '
+                "and the loss may end 0.3% higher (docs/quality.md). "
                 f"A GPU then holds {size(memory.total)}, and a step takes {duration(time.seconds)}."
             )
-    return None
+    memory, _ = predict(zero)
+    sent = cluster.local * sum(map(memory.wherever, _COPIED))
+    kept = sent + cluster.local * memory.kinds["secondary"] * zero.weights_delta
+    return (
+        "A lost node loses its part of the state since the last checkpoint, or since the last copy with "
+        f"zerojax launch --copy-seconds. For a copy a node sends {size(sent)}; "
+        f"copies and snapshots take {size(_SNAPSHOTS * kept)} of a host's memory for each of its nodes."
+    )
 
 
 def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
