@@ -37,18 +37,31 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(descriptor)
 
 
+def wait_for_workers(others: list[threading.Thread]) -> None:
+    """Wait until threads of this test have done their work."""
+    for thread in threading.enumerate():
+        assert thread in others or not isinstance(thread, Worker) or thread.wait(60)
+
+
 def die(
     monkeypatch: pytest.MonkeyPatch, memory: int, text: Path, folder: Path, step: int, **sections: Any
 ) -> None:
     """Train until the process dies instead of taking a step; then set what a restart finds."""
     others = threading.enumerate()  # of earlier tests in this process
+    take, early = zerojax.train_step, iter(range(4))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        if next(early, None) is None:  # on a busy machine no snapshot would be written in time
+            wait_for_workers(others)
+        return take(state, batch)
+
     with monkeypatch.context() as patch:
         patch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 0 0")
+        patch.setattr(zerojax, "train_step", train_step)
         die_at(patch, step)
         with pytest.raises(Stop):
             train(micro_config(text, **sections), folder)
-    for thread in threading.enumerate():  # a process that dies would have no thread left
-        assert thread in others or not isinstance(thread, Worker) or thread.wait(60)
+    wait_for_workers(others)  # a process that dies would have no thread left
     monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 0 0")
     now = time.monotonic()
     monkeypatch.setenv(recovery.VARIABLE, f"{now} {now} rank 0")
