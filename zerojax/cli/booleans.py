@@ -53,7 +53,9 @@ def spell_booleans(options: type[Any], arguments: Sequence[str]) -> Iterator[str
         if name in negations and not equals:
             name, value = negations[name], "false"
         elif name in flags and not equals:
-            value = words.popleft() if words and words[0].lower() in _WORDS else "true"
+            # A wrong value of an option that may be unset is refused under the option's name.
+            given = words and (words[0].lower() in _WORDS or not (flags[name] or words[0].startswith("-")))
+            value = words.popleft() if given else "true"
         if flags.get(name) and value.lower() in ("true", "false"):
             yield name if value.lower() == "true" else negated(name)
         else:
