@@ -46,6 +46,9 @@ def spell_booleans(options: type[Any], arguments: Sequence[str]) -> Iterator[str
     flags = {name: kind is bool for name, kind in options_of(options) if is_boolean(kind)}
     negations = {negated(name): name for name in flags}
     words = deque(arguments)
+    # After a config, a word behind an option that may be unset is its value, which tyro checks.
+    after_config = bool(arguments) and not arguments[0].startswith("-")
+    takes_word = {name for name, flag in flags.items() if after_config and not flag}
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
@@ -53,9 +56,8 @@ def spell_booleans(options: type[Any], arguments: Sequence[str]) -> Iterator[str
         if name in negations and not equals:
             name, value = negations[name], "false"
         elif name in flags and not equals:
-            # A wrong value of an option that may be unset is refused under the option's name.
-            given = words and (words[0].lower() in _WORDS or not (flags[name] or words[0].startswith("-")))
-            value = words.popleft() if given else "true"
+            is_value = name in takes_word and words and not words[0].startswith("-")
+            value = words.popleft() if is_value or (words and words[0].lower() in _WORDS) else "true"
         if flags.get(name) and value.lower() in ("true", "false"):
             yield name if value.lower() == "true" else negated(name)
         else:
