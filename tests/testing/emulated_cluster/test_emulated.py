@@ -52,6 +52,12 @@ def wait_until(condition, within=60.0):
         time.sleep(0.05)
 
 
+def test_a_signal_for_a_command_that_has_ended_is_ignored():
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    inside._signal_group(ended.pid, signal.SIGTERM)
+
+
 @needs_namespaces
 def test_a_node_is_a_host_of_its_own():
     lines, result = run(3, "hostname; hostname -i; ls -d /proc/[0-9]* | wc -l; tail -n +3 /proc/net/dev")

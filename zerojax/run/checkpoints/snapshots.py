@@ -187,24 +187,31 @@ class Snapshots:
         self._use(generation)
         if all(intact):
             return mine
-        leaders, copy, move = node_leaders(self._mesh), None, None
+        leaders, copy = node_leaders(self._mesh), None
         if sorted(leaders) != [*range(len(intact))]:  # not a process for each node
             return None
         if settings["zero"].get("state_spread") == "node":
             move = FromNode(leaders.index(intact.index(True)))
-        elif distance := self._intervals.distance:
-            has_copy = gather_from_all(step in copies and self._is_intact(copies[step]))
-            lacking = tuple(node for node, leader in enumerate(leaders) if not intact[leader])
-            if all(has_copy[leaders[(node + distance) % len(leaders)]] for node in lacking):
-                move = FromCopies(lacking, distance)
-                copy = copies.get(step)
-                self._keep(step, own, copies)
-        if move is None:
+        elif move := self._from_copies(copies.get(step), [intact[leader] for leader in leaders], leaders):
+            copy = copies.get(step)
+            self._keep(step, own, copies)
+        else:
             return None
         source = intact.index(True)
         text = gather_from_all(generation and generation.text() if jax.process_index() == source else None)
         manifest = parse_manifest(text[source])
         return Snapshot(**vars(manifest), generation=generation, move=move, copy=copy)
+
+    def _from_copies(
+        self, copy: Snapshot | None, by_node: Sequence[bool], leaders: Sequence[int]
+    ) -> FromCopies | None:
+        """How nodes without a snapshot get it from copies; None if a copy is missing or damaged."""
+        if not (distance := self._intervals.distance):
+            return None
+        has_copy = gather_from_all(copy is not None and self._is_intact(copy))
+        lacking = tuple(node for node, there in enumerate(by_node) if not there)
+        keepers = (leaders[(node + distance) % len(leaders)] for node in lacking)
+        return FromCopies(lacking, distance) if all(has_copy[keeper] for keeper in keepers) else None
 
     def _use(self, newest: Generation | None) -> None:
         """Overwrite a generation last."""

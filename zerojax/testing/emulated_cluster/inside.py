@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _MS_BIND, _MS_REC, _MS_PRIVATE, _PR_SET_PDEATHSIG = 4096, 16384, 1 << 18, 1
@@ -87,7 +88,8 @@ def _signal_group(leader: int, number: int) -> None:
     try:
         os.killpg(leader, number)
     except ProcessLookupError:  # the group does not exist yet, or has already ended
-        os.kill(leader, number)
+        with suppress(ProcessLookupError):  # and its leader with it
+            os.kill(leader, number)
 
 
 def _exit_code(status: int) -> int:
