@@ -293,8 +293,7 @@ class WeightPrefetcher:
         replicas = tuple(tuple(w.replica for w in own if w.replica is not None) for own in self.weights)
         payloads, arrived = (), ()
         if self.crosses:
-            sent = encode(self._layer(replicas, first))
-            arrived = cross_nodes(self.weights[first.kind], sent, separate_stream=self.separate_stream)
+            arrived = self._cross(encode(self._layer(replicas, first)), first)
             payloads = encode(self._layer(replicas, first.ahead(self.step)))
         return self.advance(Fetching(replicas, payloads, arrived), first + -self.step)
 
@@ -308,12 +307,11 @@ class WeightPrefetcher:
         following, second = place + self.step, place + 2 * self.step
         weights = self._layer(replicas, following)
         secondary = decode(weights, arrived) if self.crosses else to_secondary(weights)
-        if held := replicas[following.kind]:
-            replicas = following.put(replicas, tuple(w.values for w in secondary[: len(held)]))
+        if own := replicas[following.kind]:
+            replicas = following.put(replicas, tuple(w.values for w in secondary[: len(own)]))
         # No layer of a loop is the last one to cross.
         if self.crosses and (not place.peeled or 0 <= second.number <= place.order.last):
-            own = self.weights[second.kind]
-            arrived = cross_nodes(own, payloads, separate_stream=self.separate_stream)
+            arrived = self._cross(payloads, second)
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
             payloads = encode(self._layer(replicas, place.ahead(3 * self.step)))
         return Fetching(replicas, payloads, arrived), secondary
@@ -321,3 +319,6 @@ class WeightPrefetcher:
     def _layer(self, replicas: Replicas, place: Place) -> Weights:
         """A layer's weights, with its replicas as they are now."""
         return layer_at(beside(self.weights[place.kind], replicas[place.kind]), place.index)
+
+    def _cross(self, payloads: Payloads, place: Place) -> Payloads:
+        return cross_nodes(self.weights[place.kind], payloads, separate_stream=self.separate_stream)

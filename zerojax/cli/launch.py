@@ -102,17 +102,14 @@ def launch(job: Job) -> int:
         )
     if job.restarts < 0:
         raise ConfigurationError(f"restarts must not be negative: {job.restarts}")
-    if not 0 <= job.grace < float("inf"):
-        raise ConfigurationError(f"grace must be a number of seconds, not {job.grace}")
+    for name in ("grace", "snapshot_seconds", "copy_seconds"):
+        if not 0 <= (seconds := getattr(job, name)) < float("inf"):
+            raise ConfigurationError(f"{name} must be a number of seconds, not {seconds}")
     if job.nodes * job.devices_per_node > _MAX_DEVICES:
         raise ConfigurationError(
             f"{job.nodes} x {job.devices_per_node} devices are more than {_MAX_DEVICES} on one machine: for "
             "several machines, start a launcher on each (--hosts)"
         )
-    if not 0 <= job.snapshot_seconds < float("inf"):
-        raise ConfigurationError(f"snapshot_seconds must be a number of seconds, not {job.snapshot_seconds}")
-    if not 0 <= job.copy_seconds < float("inf"):
-        raise ConfigurationError(f"copy_seconds must be a number of seconds, not {job.copy_seconds}")
     if job.copy_seconds and not (job.restarts and job.snapshot_seconds):
         raise ConfigurationError("copy_seconds copies snapshots: set --restarts and --snapshot-seconds, too")
     share_devices(job.nodes, job.devices_per_node, job.platform)  # refuses what this machine lacks

@@ -43,10 +43,7 @@ class Arrived:
             for i, length, dtype in self.parts:
                 piece = lax.slice_in_dim(wire, start, start + length, axis=-1)
                 start += length
-                if wire.dtype == jnp.uint8 and dtype != jnp.uint8:  # joined as bytes
-                    piece = piece.reshape(*piece.shape[:-1], -1, dtype.itemsize)
-                    piece = lax.bitcast_convert_type(piece, dtype)
-                arrived[i] = piece
+                arrived[i] = _from_bytes(piece, dtype) if wire.dtype == jnp.uint8 else piece
         return [arrived[i] for i in range(len(arrived))]
 
 
@@ -94,10 +91,7 @@ def _across_together(parts: Sequence[Array], across: Callable[[Array], Array], a
         return Arrived(separate, (), ())
     small = [parts[i] for i in joined]
     if any(part.dtype != small[0].dtype for part in small):
-        small = [
-            x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
-            for x in small
-        ]
+        small = [_as_bytes(part) for part in small]
     wire = across(small[0] if len(small) == 1 else jnp.concatenate(small, -1))
     lengths = tuple((i, part.shape[-1], parts[i].dtype) for i, part in zip(joined, small, strict=True))
     return Arrived(separate, (wire,), lengths)
@@ -113,3 +107,17 @@ def _across(collective: Callable[[Array], Array], separate_stream: bool, wire: A
     with set_xla_metadata(**domain):
         arrived = collective(wire)
     return lax.optimization_barrier(arrived)
+
+
+def _as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:
+    """View the same memory as bytes along the last axis."""
+    if x.dtype == jnp.uint8:
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+
+
+def _from_bytes(x: Num[Array, "*rows b"], dtype: jnp.dtype) -> Num[Array, "*rows m"]:
+    """Undo ``_as_bytes``."""
+    if dtype == jnp.uint8:
+        return x
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

@@ -214,6 +214,15 @@ def test_a_newer_checkpoint_and_other_settings_count_more(
     assert "in memory is newer" in out
 
 
+def keep(generation: Generation, step: int, config: dict[str, Any]) -> None:
+    """Write a snapshot of one small array."""
+
+    def describe(files: snapshot_memory.Checksums) -> str:
+        return dump_checked(asdict(Manifest(step, 0.0, Record(config=config), files)))
+
+    generation.write({"x": 8}, lambda places: places["x"].fill(step), describe)
+
+
 def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that stands by checks it before it may use it. Another process has made the memory larger."""
     memory = SnapshotMemory(snapshot_memory.create())
@@ -222,11 +231,7 @@ def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = SnapshotMemory(os.dup(memory._descriptor))
     theirs.resize(8, 1)
     for generation, step in zip(theirs.generations, (4, 5), strict=True):
-
-        def describe(files: snapshot_memory.Checksums, step: int = step) -> str:
-            return dump_checked(asdict(Manifest(step, 0.0, Record(), files)))
-
-        generation.write({"x": 8}, lambda places: places["x"].fill(1), describe)
+        keep(generation, step, {})
     looks: list[Any] = []
     is_intact = Generation.is_intact
     monkeypatch.setattr(
@@ -243,15 +248,6 @@ def test_the_newest_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     newest.memory[:] = 0
     mine.check()
     assert looks == [newest, memory.generations[0]]
-
-
-def keep(generation: Generation, step: int, config: dict[str, Any]) -> None:
-    """Write a snapshot of one small array."""
-
-    def describe(files: snapshot_memory.Checksums) -> str:
-        return dump_checked(asdict(Manifest(step, 0.0, Record(config=config), files)))
-
-    generation.write({"x": 8}, lambda places: places["x"].fill(step), describe)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import NODE
 
@@ -94,4 +95,4 @@ def moved(move: Move, *arrays: Array) -> Array:
 @functools.cache
 def _program(move: Move, mesh: Mesh, spec: PartitionSpec) -> "jax.stages.Wrapped":
     """Compiled once for each shape, since a job copies its state again and again."""
-    return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return jax.jit(on_mesh(move, mesh=mesh, in_specs=spec, out_specs=spec))

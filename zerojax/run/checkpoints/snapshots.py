@@ -188,7 +188,7 @@ class Snapshots:
         if all(intact):
             return mine
         leaders, copy = node_leaders(self._mesh), None
-        if sorted(leaders) != [*range(len(intact))]:  # not a process for each node
+        if not _each_leads(len(intact), leaders):
             return None
         if settings["zero"].get("state_spread") == "node":
             move = FromNode(leaders.index(intact.index(True)))
@@ -288,7 +288,7 @@ class Snapshots:
             raise ConfigurationError(
                 'with state_spread = "node" every host has the whole state: leave out --copy-seconds'
             )
-        if sorted(node_leaders(self._mesh)) != [*range(jax.process_count())]:
+        if not _each_leads(jax.process_count(), node_leaders(self._mesh)):
             raise ConfigurationError(
                 f"--copy-seconds needs a process for each node, and {jax.process_count()} processes have "
                 f"{self._mesh.shape[NODE]} nodes: leave out --mesh.nodes, or --copy-seconds"
@@ -395,6 +395,11 @@ class Snapshots:
         """End the thread, once no snapshot is being written."""
         self._worker.put(self._locks.close)
         self._worker.close()
+
+
+def _each_leads(processes: int, leaders: Sequence[int]) -> bool:
+    """Whether each process leads one node, and none leads two."""
+    return sorted(leaders) == [*range(processes)]
 
 
 def _settings(config: Mapping[str, Any]) -> Any:
