@@ -405,3 +405,23 @@ def test_attributes_that_are_not_there():
         return whole(model, batch)
 
     zerojax.lower_train_step(create(loss), BATCH)
+
+
+class Listed(linen.Module):
+    """A parameter that is a list of arrays."""
+
+    @linen.compact
+    def __call__(self, x):
+        first, second = self.param("both", lambda _: [jnp.ones((x.shape[-1], 3)), jnp.ones((3, 1))])
+        return x @ first @ second
+
+
+@pytest.mark.filterwarnings("ignore:no unit is named")
+def test_lists_in_parameters_stay_lists():
+    state = create(whole, (), Listed())
+    params = zerojax.gather_params(state)
+    Listed().apply({"params": params}, BATCH["x"])
+    halved = jax.tree.map(lambda x: x / 2, params)
+    for given in (halved, {"both": dict(enumerate(halved["both"]))}):  # nnx.to_pure_dict's lists
+        found = zerojax.gather_params(zerojax.put_params(state, given))
+        jax.tree.map(np.testing.assert_array_equal, found, halved)

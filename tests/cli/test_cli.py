@@ -111,7 +111,7 @@ def test_a_mesh_that_the_batch_does_not_divide_on_is_refused_before_anything_is_
     mesh, out = ["--mesh.nodes", "3", "--mesh.local", "2"], tmp_path / "out"
     for command in (["eval"], ["export", str(out), "--weights", "int8"]):
         assert main([command[0], str(finished.path), *command[1:], *mesh]) == 2
-        wanted = "8 does not divide into 6 devices x train.accumulate 1: set it to 12, for example, or change"
+        wanted = "8 does not divide into 6 devices x train.accumulate 1: change mesh.nodes and mesh.local"
         assert wanted in capfd.readouterr().err
     assert not out.exists()
 
@@ -263,18 +263,29 @@ def test_output_that_cannot_be_written_is_reported_in_one_line(command: str) -> 
 def test_debugging_options_of_jax_are_ignored(config: Path) -> None:
     """With each of them a model of zerojax, or optax, would fail when it is traced."""
     env = for_programs() | {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
-    env |= {"JAX_DISABLE_JIT": "1", "JAX_NO_TRACING": "1", "JAX_TRANSFER_GUARD": "disallow"}
+    env |= {"JAX_DISABLE_JIT": "1", "JAX_NO_TRACING": "1", "JAX_SCAN3": "1", "JAX_TRANSFER_GUARD": "disallow"}
     program = [sys.executable, "-m", "zerojax", "comm", str(config), "--json"]
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
     ignored = [line.split()[1] for line in done.stderr.splitlines() if "is ignored" in line]
     assert sorted(ignored) == sorted(name for name in env if name.startswith(cli._DEBUGGING))
 
 
-def test_a_platform_that_is_not_there_is_reported_in_one_line() -> None:
+@pytest.mark.parametrize(
+    ("variable", "code", "message"),
+    [
+        ("JAX_PLATFORMS", 1, "zerojax: JAX has no device of JAX_PLATFORMS=nothing: "),
+        (
+            "JAX_ENABLE_X64",
+            2,
+            "zerojax: JAX refuses an option: invalid truth value 'nothing' for environment",
+        ),
+    ],
+)
+def test_a_wrong_option_of_jax_is_reported_in_one_line(variable: str, code: int, message: str) -> None:
     program = [sys.executable, "-m", "zerojax", "doctor"]
-    ended = subprocess.run(program, env=for_programs() | {"JAX_PLATFORMS": "nothing"}, stderr=-1, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("zerojax: JAX has no device of JAX_PLATFORMS=nothing: ")
+    ended = subprocess.run(program, env=for_programs() | {variable: "nothing"}, stderr=-1, text=True)
+    assert ended.returncode == code
+    assert ended.stderr.startswith(message)
     assert ended.stderr.count("\n") == 1
 
 

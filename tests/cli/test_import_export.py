@@ -263,8 +263,14 @@ def test_a_trained_run_is_exported_quantized(tmp_path: Path, capsys: pytest.Capt
         (["import", "BARE", "run"], "has no tokenizer: choose one with --data.tokenizer"),
         (["export", "nowhere", "out"], "nowhere is not a run folder"),
         (["export", "RUN", "out", "--block-size", "64"], "add --weights"),
-        (["export", "RUN", "out", "--weights", "int8", "--block-size", "63"], "block_size=63"),
-        (["export", "RUN", "out", "--weights", "int8", "--block-size", "0"], "block_size=0"),
+        (
+            ["export", "RUN", "out", "--weights", "int8", "--block-size", "63"],
+            "--block-size 63: must be a power",
+        ),
+        (
+            ["export", "RUN", "out", "--weights", "int8", "--block-size", "0"],
+            "--block-size 0: must be a power",
+        ),
         (["export", "RUN", "out", "--weights", "fp8-blocks", "--block-size", "0"], "two positive integers"),
         (["export", "RUN", "out", "--shard-gb", "0"], "above 0"),
         (["export", "RUN", "out", "--adapter", "--weights", "int8"], "drop --weights, --shard-gb"),

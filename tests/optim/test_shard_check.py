@@ -319,11 +319,13 @@ def test_labels_by_functions_that_walk_the_dict():
     [
         (lambda: optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau()), "'value'"),
         (lambda: optax.lookahead(optax.sgd(1e-2), 5, 0.5), "'fast'"),
+        (lambda: optax.sm3(1e-2), "IndexError"),
     ],
 )
-def test_what_reads_more_than_gradients_is_refused(make, why):
-    with pytest.raises(zerojax.ZeroError, match=rf"its state and the parameters, and this one.*{why}"):
-        check_shardable(make(), leaves()[:1])
+def test_what_fails_without_shards_is_refused(make, why):
+    """Most of them read more than gradients; SM3 fails on scalars."""
+    with pytest.raises(zerojax.ZeroError, match=rf"fails on this model's parameters.*{why}.*Use another"):
+        check_shardable(make(), leaves())
 
 
 def test_refused_before_anything_is_made():

@@ -12,7 +12,7 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.schedule.unit import Sharded
 from zerojax.sharding.layout import ParamShape
-from zerojax.sharding.param_tree import Path, by_name
+from zerojax.sharding.param_tree import Path, by_name, to_tree
 
 Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
 """The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere, or shapes and dtypes."""
@@ -110,6 +110,10 @@ class Adapter(ABC):
         Without ``train`` the model is in its evaluation mode, if it has one. The key gives the pass this
         device's own random bits; None keeps the model's.
         """
+
+    def nested[T](self, weights: Mapping[Path, T]) -> dict[str, PyTree[T]]:
+        """All weights in one tree, as the model has it."""
+        return to_tree(weights)
 
     @abstractmethod
     def whole(self, weights: Given, model_state: ModelState) -> Callable[..., Any]:

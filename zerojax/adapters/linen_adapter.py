@@ -138,9 +138,13 @@ class LinenAdapter(Adapter):
     def _variables(self, weights: Given, model_state: ModelState) -> Variables:
         state = {name: tree for name, tree in self._created.items() if name != PARAMS}
         rest = jax.tree.unflatten(jax.tree.structure(state), [model_state[name] for name in self._state])
+        boxed = {p: InScope(**vars(x)) if isinstance(x, Sharded) else x for p, x in weights.items()}
+        return {PARAMS: self.nested(boxed), **rest}
+
+    def nested[T](self, weights: Mapping[Path, T]) -> dict[str, PyTree[T]]:
+        """See ``Adapter.nested``; the lists in a module's parameters stay lists."""
         params = meta.unbox(self._created[PARAMS])
-        boxed = [InScope(**vars(x)) if isinstance(x := weights[p], Sharded) else x for p in by_path(params)]
-        return {PARAMS: jax.tree.unflatten(jax.tree.structure(params), boxed), **rest}
+        return jax.tree.unflatten(jax.tree.structure(params), [weights[path] for path in by_path(params)])
 
     def _trace[*Args, T: PyTree[Array]](
         self, function: Callable[[*Args], T], *args: *Args

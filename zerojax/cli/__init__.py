@@ -21,6 +21,7 @@ from zerojax.errors import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_WRONG_USE,
+    ConfigurationError,
     disk_errors,
     file_errors,
     report,
@@ -56,12 +57,14 @@ COMMANDS = {
     "doctor": ("zerojax.cli.doctor", "show devices, versions and kernels, and suggest a mesh and preset"),
 }
 
-# Beginnings of the names of JAX's debugging options that zerojax's own models and optax cannot run under.
+# Beginnings of the names of JAX's debugging and experimental options that zerojax's own models or optax
+# cannot run under.
 _DEBUGGING = (
     "JAX_DISABLE_JIT",
     "JAX_NO_",
     "JAX_NUMPY_DTYPE_PROMOTION",
     "JAX_NUMPY_RANK_PROMOTION",
+    "JAX_SCAN3",
     "JAX_TRANSFER_GUARD",
 )
 
@@ -138,7 +141,13 @@ def _run(arguments: list[str]) -> int:
         Path.cwd()
     if name not in ("launch", "emulate"):  # they also start programs of the user
         _leave_debugging()
-    importlib.import_module(COMMANDS[name][0]).run(rest)
+    try:
+        command = importlib.import_module(COMMANDS[name][0])
+    except ValueError as error:  # JAX reads its options from the environment when it is imported
+        raise ConfigurationError(
+            f"JAX refuses an option: {error}. Correct it, or unset the variable"
+        ) from error
+    command.run(rest)
     return EXIT_OK
 
 

@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(config.mesh, config.cluster):
         config = on_its_mesh(config)
-        check_batch(config, config.mesh.to_mesh())
+        check_batch(config, config.mesh.to_mesh(), trains=False)
         _evaluate(folder, config, options)
 
 

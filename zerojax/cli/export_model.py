@@ -33,7 +33,7 @@ from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
-from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config.rules import is_block_size
 
 REPORT = "zerojax.json"
 
@@ -81,6 +81,14 @@ class Options:
             raise ConfigurationError(f"--shard-gb {self.shard_gb}: must be above 0")
         if self.weights is None and (self.block_size is not None or self.along != "input"):
             raise ConfigurationError("--block-size and --along say how weights are quantized: add --weights")
+        if (
+            self.block_size is not None
+            and self.weights != "fp8-blocks"
+            and not is_block_size(self.block_size)
+        ):
+            raise ConfigurationError(
+                f"--block-size {self.block_size}: must be a power of two from 64 to 2048"
+            )
         if self.weights == "fp8-blocks" and self.along != "input":
             raise ConfigurationError("--weights fp8-blocks has square blocks: leave --along out")
         if self.adapter and (self.weights is not None or self.shard_gb != 5.0):
@@ -101,11 +109,10 @@ def run(arguments: list[str]) -> None:
         how = FP8Blocks.of([128 if options.block_size is None else options.block_size] * 2)
     elif options.weights is not None:
         block = config.zero.block_size if options.block_size is None else options.block_size
-        ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(config.mesh, config.cluster):
         if how is not None:  # perplexities are measured on batches
-            check_batch(config, config.mesh.to_mesh())
+            check_batch(config, config.mesh.to_mesh(), trains=False)
         _export(options, folder, config, how)
 
 

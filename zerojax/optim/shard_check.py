@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, error_line
 from zerojax.optim.elementwise import ELEMENTWISE, updates_element_by_element
 from zerojax.optim.ema import AverageState
 from zerojax.optim.moments import Shape, with_layers_in_a_row
@@ -191,8 +191,9 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
                 _updates(tx, trees[:1])
             except Exception as without_flat:
                 raise ConfigurationError(
-                    "a step gives an optimizer the gradients, its state and the parameters, and this one "
-                    f"cannot make an update from these alone (one that reads the loss cannot): {without_flat}"
+                    "the optimizer fails on this model's parameters, even without sharding: "
+                    f"{error_line(without_flat)}. A step passes the gradients, its state and the parameters, "
+                    "so it can't read the loss. Use another optimizer."
                 ) from without_flat
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"

@@ -121,17 +121,20 @@ class RunSetup:
         return first_state(state, seed)
 
 
-def check_batch(config: RunConfig, mesh: Mesh) -> None:
-    """Refuse a batch that does not divide into micro-batches of whole rows on a mesh."""
+def check_batch(config: RunConfig, mesh: Mesh, *, trains: bool = True) -> None:
+    """Refuse a batch that does not divide into micro-batches of whole rows on a mesh.
+
+    Commands that do not train can change the mesh only.
+    """
     train, sharing = config.train, config.zero.sequence_parallel
     groups = max(1, mesh.size // sharing)
     size, parts = train.batch_size, groups * train.accumulate
     if size % parts:
         devices = f"{groups} devices" if sharing == 1 else f"{groups} groups of {sharing} devices"
+        another = f"set it to {-(-size // parts) * parts}, for example, or " if trains else ""
         raise ConfigurationError(
-            f"train.batch_size {size} does not divide into {devices} x "
-            f"train.accumulate {train.accumulate}: set it to {-(-size // parts) * parts}, for "
-            "example, or change mesh.nodes and mesh.local"
+            f"train.batch_size {size} does not divide into {devices} x train.accumulate {train.accumulate}: "
+            f"{another}change mesh.nodes and mesh.local"
         )
 
 

@@ -12,13 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from zerojax.adapters.linen_model import by_path
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import merged
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored, without_place
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import NODE
-from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import copied, field_specs
 from zerojax.train.frozen import decode_frozen
@@ -28,6 +29,8 @@ from zerojax.train.state import TrainState, check_there
 
 def gather_params(state: TrainState) -> dict[str, Any]:
     """The whole model on every host, in the model's own shapes and dtypes, nested by path.
+
+    A Linen module's ``apply`` takes it as its "params". Of an NNX model, lists have keys "0", "1" and so on.
 
     Leaves are gathered one at a time, so a device holds at most one whole leaf. All processes must call it.
     Frozen weights are decoded, and their adapters merged into them (``W + scale A B``).
@@ -43,6 +46,10 @@ def gather_params(state: TrainState) -> dict[str, Any]:
         >>> params["block"]["up"]["kernel"].shape  # of three layers
         (3, 8, 8)
     """
+    return state.spec.adapter.nested(_whole(state))
+
+
+def _whole(state: TrainState) -> dict[Path, np.ndarray]:
     check_there(state)
     spec = state.spec
     params, stored = from_tree(state.params), from_tree(state.frozen)
@@ -54,7 +61,7 @@ def gather_params(state: TrainState) -> dict[str, Any]:
             a, b = (whole.pop(part.path) for part in adapter)
             weight = merged(weight, a, b, spec.lora, leaf.name)
         whole[leaf.path] = weight
-    return to_tree(whole)
+    return whole
 
 
 def gather_adapters(state: TrainState) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def gather_model(state: TrainState) -> Any:
         (2, 8)
     """
     spec = state.spec
-    weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
+    weights = {path: jnp.asarray(x) for path, x in _whole(state).items()}
     model_state = jax.tree.map(lambda x: copied(x.addressable_data(0)), state.model_state)
     return spec.adapter.whole(weights, model_state)
 
@@ -115,7 +122,7 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
             f"put_params: params is a {type(params).__name__}, not a dict of arrays nested by path: of a "
             "model, nnx.to_pure_dict(nnx.state(model, nnx.Param)) is one."
         )
-    spec, given = state.spec, from_tree(params)
+    spec, given = state.spec, by_path(params)
     known = {leaf.path: leaf for leaf in spec.leaves}
     if still := [leaf.name for leaf in spec.frozen if leaf.path in given]:
         raise ConfigurationError(

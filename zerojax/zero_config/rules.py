@@ -31,6 +31,11 @@ def check_zero(zero: "ZeroConfig") -> None:
         raise ConfigurationError(fault)
 
 
+def is_block_size(size: int) -> bool:
+    """Whether so many elements can share a scale."""
+    return size & (size - 1) == 0 and 64 <= size <= 2048
+
+
 def _values(z: "ZeroConfig") -> Iterator[str]:
     hints = _hints(type(z))
     for name, hint in hints.items():
@@ -43,9 +48,8 @@ def _values(z: "ZeroConfig") -> Iterator[str]:
             yield f"ZeroConfig.{name}={getattr(z, name)} must be at least 1."
     if z.chunks > _MAX_CHUNKS:
         yield f"ZeroConfig.chunks={z.chunks} must be at most {_MAX_CHUNKS}."
-    size = z.block_size
-    if size & (size - 1) or not 64 <= size <= 2048:
-        yield f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048."
+    if not is_block_size(z.block_size):
+        yield f"ZeroConfig.block_size={z.block_size} must be a power of two from 64 to 2048."
     if unknown := [store for store in z.host if store not in HOST_STORES]:
         yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {tuple(HOST_STORES)}."
     if not 0 < z.host_activations <= 1:
