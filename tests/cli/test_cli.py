@@ -263,7 +263,13 @@ def test_output_that_cannot_be_written_is_reported_in_one_line(command: str) -> 
 def test_debugging_options_of_jax_are_ignored(config: Path) -> None:
     """With each of them a model of zerojax, or optax, would fail when it is traced."""
     env = for_programs() | {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
-    env |= {"JAX_DISABLE_JIT": "1", "JAX_NO_TRACING": "1", "JAX_SCAN3": "1", "JAX_TRANSFER_GUARD": "disallow"}
+    env |= {
+        "JAX_DISABLE_JIT": "1",
+        "JAX_NO_TRACING": "1",
+        "JAX_SCAN3": "1",
+        "JAX_ERROR_CHECKING_BEHAVIOR_NAN": "raise",
+        "JAX_TRANSFER_GUARD": "disallow",
+    }
     program = [sys.executable, "-m", "zerojax", "comm", str(config), "--json"]
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
     ignored = [line.split()[1] for line in done.stderr.splitlines() if "is ignored" in line]

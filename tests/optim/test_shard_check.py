@@ -328,6 +328,12 @@ def test_what_fails_without_shards_is_refused(make, why):
         check_shardable(make(), leaves())
 
 
+def test_a_state_that_an_update_changes_in_structure_is_refused():
+    tx = optax.chain(optax.sgd(0.1), optax.monitor({"norm": optax.tree.norm}))
+    with pytest.raises(zerojax.ZeroError, match=r"other arrays or shapes than its init"):
+        check_shardable(tx, leaves()[:2])
+
+
 def test_refused_before_anything_is_made():
     with pytest.raises(zerojax.ZeroError, match=r"'.*(kernel|scale|bias)' depends on the leaf's shape"):
         zerojax.TrainState.abstract(

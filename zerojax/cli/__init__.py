@@ -61,6 +61,7 @@ COMMANDS = {
 # cannot run under.
 _DEBUGGING = (
     "JAX_DISABLE_JIT",
+    "JAX_ERROR_CHECKING_",
     "JAX_NO_",
     "JAX_NUMPY_DTYPE_PROMOTION",
     "JAX_NUMPY_RANK_PROMOTION",

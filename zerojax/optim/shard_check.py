@@ -119,6 +119,10 @@ def on_shards(
     """The transform that a step runs on stored leaves."""
     if isinstance(tx, OnLayout):
         return tx.make(mesh, leaves, zero)
+    if not hasattr(tx, "update"):
+        raise ConfigurationError(
+            f"the optimizer is {tx!r}, not an optax transform such as optax.adamw(1e-3)."
+        )
     layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
     if layers == list(leaves) or _operations(tx, _whole(layers)) == _operations(tx, _stored(leaves)):
         check_shardable(tx, leaves)
@@ -147,6 +151,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
     small copy of the tree (the model's paths, sides of at most 128) are compared as well.
     """
     whole, stored = _whole(leaves), _stored(leaves)
+    _check_state(_programs(tx, stored))
     # Without padding a mean of flat leaves is correct, but the same model has padding on another mesh.
     padded = _stored([dataclasses.replace(leaf, shard=leaf.shard + 1) for leaf in leaves])
     proved = all(_is_proved(tx, shapes) for shapes in (whole, stored, padded))
@@ -157,6 +162,17 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
             "the optimizer treats flat leaves differently from the model's own: a mask that goes by sizes of "
             "leaves does so, and a shard has other sizes. Choose leaves by their path or their ndim."
         )
+
+
+def _check_state(traced: "_Programs | str") -> None:
+    """Refuse an optimizer whose state changes its structure or shapes in an update."""
+    if isinstance(traced, _Programs):
+        before, after = (jax.tree.flatten(jax.tree.map(np.shape, x)) for x in (traced.state, traced.after))
+        if before != after:
+            raise ConfigurationError(
+                "an update gives the optimizer's state other arrays or shapes than its init (optax.monitor "
+                "does), and a compiled step has room for those of init only: leave this transform out."
+            )
 
 
 @_cached
@@ -291,11 +307,12 @@ def _updates(
 
 
 class _Programs(NamedTuple):
-    """An optimizer's programs for some leaves, and its abstract state."""
+    """An optimizer's programs for some leaves, and its abstract state before and after an update."""
 
     init: core.Jaxpr
     update: core.Jaxpr
     state: PyTree[jax.ShapeDtypeStruct]
+    after: PyTree[jax.ShapeDtypeStruct]
 
 
 @_cached
@@ -304,7 +321,8 @@ def _programs(tx: optax.GradientTransformation, shapes: _Shapes) -> _Programs | 
     params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes})
     try:
         init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-        return _Programs(init.jaxpr, jax.make_jaxpr(tx.update)(params, state, params).jaxpr, state)
+        update, (_, after) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+        return _Programs(init.jaxpr, update.jaxpr, state, after)
     except Exception as error:
         return repr(error)
 
