@@ -219,6 +219,7 @@ def test_a_boolean_is_spelled_as_in_toml(config: Path, word: str, value: bool) -
         (["train", "CONFIG", "--coordinator", "host:1"], "no process_id given"),
         (["sample", "nowhere"], "nowhere is not a run folder"),
         (["eval", "nowhere"], "nowhere is not a run folder"),
+        (["eval", "n" * 300], "n/config.toml: File name too long"),
     ],
 )
 def test_wrong_use_is_reported_in_one_line(

@@ -46,7 +46,8 @@ biases = false
 
 def test_the_folder_of_an_export_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    for out in (".", "..", "/"):
+    Path("link").symlink_to("nothing")
+    for out in (".", "..", "/", "link"):
         with pytest.raises(ZeroError, match="exists: choose another folder"), new_folder(Path(out)):
             pass
 

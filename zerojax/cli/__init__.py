@@ -5,6 +5,7 @@ Each module's ``run(arguments)`` prints to standard output. ``main`` reports the
 
 import atexit
 import difflib
+import errno
 import importlib
 import io
 import os
@@ -123,6 +124,10 @@ def _main(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # of any path that the user names
+            raise
+        return report(ConfigurationError(f"{error.filename}: {error.strerror}"))[0]
 
 
 def _run(arguments: list[str]) -> int:

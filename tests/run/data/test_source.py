@@ -73,6 +73,7 @@ class TestPlainText:
     def test_a_file_is_read_once_though_links_give_it_many_names(self, folder: Path) -> None:
         names = TextSource(str(folder)).files
         (folder / "loop").symlink_to(folder)
+        (folder / "itself").symlink_to(folder / "itself")
         assert TextSource(f"{folder}/**").files == names
 
     @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt", "~nothing/a.txt"])

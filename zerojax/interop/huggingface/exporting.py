@@ -1,6 +1,7 @@
 """Exports a trained model as a Hugging Face folder: full or quantized weights, config.json, tokenizer."""
 
 import json
+import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -197,7 +198,7 @@ def new_folder(out: Path) -> Generator[Path]:
     draft = out.parent / f"{out.name}.unfinished"
 
     def create() -> None:
-        if out.exists():
+        if os.path.lexists(out):  # a link to nothing, too
             raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
         shutil.rmtree(draft, ignore_errors=True)  # from an interrupted export
         with file_errors(draft, what="cannot write: "):

@@ -81,7 +81,7 @@ def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
     if names := glob.glob(str(path), recursive=True):
         # If a folder links to a folder around it, a file has one more name for every time the link is
         # followed.
-        own = {Path(name).resolve(): Path(name) for name in sorted(names, key=len, reverse=True)}
+        own = {os.path.realpath(name): Path(name) for name in sorted(names, key=len, reverse=True)}
         folder = Path(os.path.commonpath([file.parent for file in own.values()]))
         return _texts_among(own.values(), folder, source)
     raise DataError(f"data.source {source!r}: no such file, folder or glob (from {Path.cwd()})")
