@@ -171,7 +171,7 @@ def _check_state(traced: "_Programs | str") -> None:
         if before != after:
             raise ConfigurationError(
                 "an update gives the optimizer's state other arrays or shapes than its init (optax.monitor "
-                "does), and a compiled step has room for those of init only: leave this transform out."
+                "does), which a compiled step has no room for: leave this transform out."
             )
 
 
