@@ -322,6 +322,7 @@ def test_linen_models_that_cannot_be_split():
         ),
         (lambda m, b: (squared_error(m, b), {"each": m(b["x"])}), "scalars.* it has 'each'. State that"),
         (lambda m, b: (squared_error(m, b), {"a": {"b": 1.0}}), "aux must be a dict of scalars"),
+        (lambda m, b: (squared_error(m, b), {1: 1.0}), "aux must be a dict of scalars by name.* has 1"),
         (lambda m, b: (squared_error(m, b), {"loss": 1.0}), "aux has 'loss' in it, which is a metric"),
     ],
 )
@@ -376,6 +377,7 @@ def test_integers_that_need_more_bits_than_devices_have(ids, found):
         ({"a": {"b": [[1, 2], [3, 4]]}}, r"batch\['a'\]\['b'\] is a list, .* np\.asarray"),
         ({"a": zerojax.Replicated([0.5, 2.0])}, r"batch\['a'\]\.value is a list, .* np\.asarray"),
         ({"a": np.array(["b"] * 8)}, r"batch\['a'\] is an array of dtype <U1, which no device can hold"),
+        ({"a": np.zeros(8, ">i8")}, r"batch\['a'\] is an array of dtype >i8, which no device can hold"),
         ({"a": object()}, r"batch\['a'\] is of type object"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

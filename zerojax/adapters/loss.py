@@ -95,12 +95,12 @@ def call_loss(
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ConfigurationError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
-    other = [name for name, x in aux.items() if not _is_scalar(x)] if isinstance(aux, Mapping) else [aux]
+    other = [item for item in aux.items() if not _is_metric(*item)] if isinstance(aux, Mapping) else [aux]
     if other:
-        found = f"has {other[0]!r}" if isinstance(aux, Mapping) else f"is a {type(aux).__name__}"
+        found = f"has {other[0][0]!r}" if isinstance(aux, Mapping) else f"is a {type(aux).__name__}"
         raise ConfigurationError(
-            f"loss_fn's aux must be a dict of scalars, which are averaged over all devices, and it {found}. "
-            "State that the model changes, such as batch statistics, is kept without being returned; use "
+            "loss_fn's aux must be a dict of scalars by name, which are averaged over all devices, and it "
+            f"{found}. State that the model changes, such as batch statistics, is kept without being returned; use "
             "predict_step for a model's outputs."
         )
     if reserved := sorted(METRICS.intersection(aux)):
@@ -111,8 +111,9 @@ def call_loss(
     return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}
 
 
-def _is_scalar(value: ArrayLike) -> bool:
-    return jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+def _is_metric(name: object, value: ArrayLike) -> bool:
+    """Whether it is a scalar with a name, by which metrics are sorted."""
+    return isinstance(name, str) and jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
 
 
 def world_sum[T: PyTree[Array]](x: T) -> T:

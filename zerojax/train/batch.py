@@ -255,10 +255,11 @@ def _check_array(name: str, x: Any) -> None:
             f"{name} is of type {type(x).__name__}: a batch holds arrays of numpy or JAX, and numbers. "
             "Convert it, or leave it out of the batch."
         )
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in _ON_DEVICES):
+    swapped = isinstance(x.dtype, np.dtype) and not x.dtype.isnative
+    if swapped or not any(jnp.issubdtype(x.dtype, kind) for kind in _ON_DEVICES):
         raise ConfigurationError(
             f"{name} is an array of dtype {x.dtype}, which no device can hold: a batch holds numbers. "
-            "Encode it, or leave it out of the batch."
+            "Convert it, or leave it out of the batch."
         )
 
 
