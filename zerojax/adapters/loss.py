@@ -100,8 +100,8 @@ def call_loss(
         found = f"has {other[0][0]!r}" if isinstance(aux, Mapping) else f"is a {type(aux).__name__}"
         raise ConfigurationError(
             "loss_fn's aux must be a dict of scalars by name, which are averaged over all devices, and it "
-            f"{found}. State that the model changes, such as batch statistics, is kept without being returned; "
-            "use predict_step for a model's outputs."
+            f"{found}. State that the model changes, such as batch statistics, is kept without being "
+            "returned; use predict_step for a model's outputs."
         )
     if reserved := sorted(METRICS.intersection(aux)):
         raise ConfigurationError(
