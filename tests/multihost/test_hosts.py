@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from zerojax.errors import ConfigurationError, JobError
+from zerojax.multihost import hosts
 from zerojax.multihost.distributed import free_port
 from zerojax.multihost.hosts import Follower, Leader, Member, Order, Place, Plan, Report, Start, parsed
 from zerojax.multihost.peers import handshake
@@ -54,7 +55,7 @@ def test_the_last_start_has_none_after_it():
     assert plan.orders(members)[0].following == Start("host0:2", 0, 1, 1)
     assert plan.after({0: ended(1)}) is None
     order = plan.orders(members)[0]
-    assert (order.lost, order.following) == ("rank 0", None)
+    assert (order.cause, order.following) == ("rank 0 was lost", None)
     assert plan.after({0: ended(5)}) == 5
 
 
@@ -90,13 +91,116 @@ def test_a_lost_host_is_awaited_or_left_out_and_may_come_back():
         (0, 1, 2),
         (1, 1, 2),
     ]
-    assert orders[0].lost == "host 1"
+    assert orders[0].cause == "host 1 was lost"
     assert plan.after({0: ended(1), 2: ended(4, first=1, stopped=True)}) is None
     assert starts(plan, ended(1), FRESH, ended(4)) == [
         ("host1:1", 0, 0, 2),
         ("host1:1", 0, 1, 2),
         ("host1:1", 1, 1, 2),
     ]
+
+
+def without_host_1(restarts: int = 1, **more: Any) -> Plan:
+    """A plan of three hosts that has used a restart to go on without the second one."""
+    plan = Plan(3, 1, restarts, min_nodes=1, **more)
+    starts(plan, FRESH, FRESH, FRESH)
+    assert plan.after({0: ended(4, stopped=True), 2: ended(4, first=2, stopped=True)}) is None
+    plan.orders({host: Member(f"host{host}", ended(4)) for host in (0, 2)})
+    return plan
+
+
+def saved(stands_by: bool = False) -> dict[int, Report]:
+    return {0: ended(75, stands_by=stands_by), 2: ended(75, first=1, stands_by=stands_by)}
+
+
+def all_three(plan: Plan, report: Report = FRESH) -> list[Order]:
+    reports = [ended(75, stands_by=True), report, ended(75, stands_by=True)]
+    return [*plan.orders({host: Member(f"host{host}", one) for host, one in enumerate(reports)}).values()]
+
+
+def test_a_job_ends_for_a_host_that_it_lacks_and_no_restart_is_used():
+    plan = without_host_1(restarts=2)
+    assert plan.ask({0, 2}) == set()
+    assert plan.ask({0, 1, 2}) == {1}
+    assert plan.after(saved()) is None
+    # Also if its launcher was only cut off, and has processes that stand by.
+    orders = all_three(plan, ended(4, stands_by=True))
+    assert [(one.start.first, one.start.size) for one in orders] == [(0, 3), (1, 3), (2, 3)]
+    assert orders[0].cause == "host 1 arrived"
+    assert plan.ask({0, 1, 2}) == set()
+    assert plan.after(saved()) == 75, "nobody has asked this start"
+
+
+def test_a_host_that_goes_away_again_is_not_awaited():
+    plan = without_host_1()
+    plan.ask({1, 2})
+    assert plan.ask({2}) == set()
+    assert plan.after(saved()) is None
+    assert plan.awaited({0, 2}) == []
+
+
+@pytest.mark.parametrize(
+    ("new", "others"),
+    [
+        (ended(1, first=1), ended(4, stopped=True)),
+        (ended(2, first=1), ended(2)),  # it has other versions, say
+        (ended(143, first=1, stopped=True), ended(1)),  # it did not join in time
+        (ended(143, first=1, stopped=True), ended(4, stopped=True)),
+    ],
+)
+def test_a_host_that_fails_as_it_joins_is_left_out_again(new: Report, others: Report):
+    plan = without_host_1()
+    plan.ask({1, 2})
+    plan.after(saved())
+    all_three(plan)
+    assert plan.after({0: others, 1: new, 2: others}) is None
+    assert [order.start.count for order in all_three(plan)] == [1, 0, 1]
+    assert plan.ask({1, 2}) == set(), "it is asked for once"
+    plan.came(1)
+    assert plan.ask({1, 2}) == {1}, "another launcher of the host is an arrival"
+
+
+def test_a_host_that_joined_long_ago_is_as_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hosts, "_ON_TRIAL", 0.0)
+    plan = without_host_1(restarts=2)
+    plan.ask({1, 2})
+    plan.after(saved())
+    all_three(plan)
+    follows = ended(4, stopped=True)
+    assert plan.after({0: ended(1), 1: follows, 2: follows}) is None
+    assert [order.start.count for order in all_three(plan, ended(4))] == [0, 1, 1]
+    assert plan.after({0: Report((1, 2)), 1: ended(2), 2: follows}) == 2
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_a_job_that_a_host_has_just_joined_ends(code: int):
+    plan = without_host_1()
+    plan.ask({1, 2})
+    plan.after(saved())
+    all_three(plan)
+    assert plan.after(dict.fromkeys(range(3), ended(code))) == code
+
+
+@pytest.mark.parametrize(
+    ("reports", "code"),
+    [
+        ({0: ended(0), 2: ended(0, first=1)}, 0),  # the last step was taken
+        ({0: replace(ended(75), signals=(15,)), 2: ended(75, first=1)}, 75),
+        ({0: ended(75), 2: ended(3, first=1)}, 3),
+        ({0: ended(75), 2: ended(1, first=1)}, 1),  # it could not save, and no restart is left
+        ({0: ended(75)}, 75),  # host 2 was lost, and no restart is left
+    ],
+)
+def test_a_job_that_was_asked_ends(reports: dict[int, Report], code: int):
+    plan = without_host_1()
+    plan.ask({1, 2})
+    assert plan.after(reports) == code
+
+
+def test_programs_that_may_not_save_are_not_asked():
+    plan = without_host_1(saves=False)
+    assert plan.ask({1, 2}) == set()
+    assert plan.after(saved()) == 75
 
 
 def test_processes_that_stand_by_for_more_nodes_do_not_begin():
@@ -126,7 +230,7 @@ def test_as_many_failed_nodes_go_on_as_are_needed():
 def test_messages_that_are_no_reports_are_refused():
     report = ended(137, 4)
     assert parsed(Report, {**asdict(report)}) == report
-    order = Order(Start("a:1", 0, 1, 2), None, "host 1")
+    order = Order(Start("a:1", 0, 1, 2), None, "host 1 was lost")
     assert parsed(Order, asdict(order)) == order
     for wrong in (None, [], {}, {"ports": [1]}, {"ports": ["a", 2]}, asdict(report) | {"more": 1}):
         assert parsed(Report, wrong) is None
@@ -165,7 +269,7 @@ def test_two_launchers_start_restart_and_end_together(meet: Callable[..., Any]):
     failed = threading.Thread(target=follower.next, args=(ended(137, first=1),))
     failed.start()
     assert leader.events.get(timeout=10) == ("lost", 0), "the other host's processes end, even if they hang"
-    assert leader.next(ended(143, stopped=True)).lost == "rank 1"
+    assert leader.next(ended(143, stopped=True)).cause == "rank 1 was lost"
     failed.join()
     assert all_next((leader, ended(75)), (follower, ended(75, first=1))) == [75, 75]
 
@@ -178,7 +282,7 @@ def test_a_failure_here_ends_the_others(meet: Callable[..., Any]):
     waits = threading.Thread(target=leader.next, args=(ended(1),))
     waits.start()
     assert follower.events.get(timeout=10) == ("lost", 0)
-    assert follower.next(ended(143, first=1, stopped=True)).lost == "rank 0"
+    assert follower.next(ended(143, first=1, stopped=True)).cause == "rank 0 was lost"
     waits.join()
 
 
@@ -187,8 +291,35 @@ def test_another_launcher_takes_the_place_of_a_lost_one(meet: Callable[..., Any]
     all_next((leader, FRESH), (follower, FRESH))
     follower.close()
     first, second = all_next((leader, ended(4)), (meet(1), FRESH))
-    assert first.lost == second.lost == "host 1"
+    assert first.cause == second.cause == "host 1 was lost"
     assert (first.start.size, second.start.first) == (2, 1)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_launcher_that_comes_later_joins_a_job_that_goes_on(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, left_out: bool
+):
+    """The launcher of the host was lost, or has stayed after its process had failed."""
+    monkeypatch.setattr(hosts, "_ASK_EVERY", 0.02)
+    monkeypatch.setattr(hosts, "_BROKEN", 0.1)
+    leader, follower = meet(0, Plan(2, 1, restarts=1, min_nodes=1)), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    if left_out:
+        all_next((leader, ended(4)), (follower, ended(1, first=1)))
+        follower.close()
+    else:
+        follower.close()
+        leader.next(ended(4))
+    with ThreadPoolExecutor(1) as threads:
+        later = meet(1)
+        waits = threads.submit(later.next, FRESH)
+        try:
+            assert leader.events.get(timeout=10) == ("join", 0)
+            order = leader.next(ended(75))
+        finally:
+            leader.close()
+        assert order.cause == waits.result().cause == "host 1 arrived"
+    assert (order.start.size, waits.result().start.first) == (2, 1)
 
 
 async def vanish(leader: Leader) -> None:
@@ -205,7 +336,7 @@ def test_another_leader_continues_the_job(meet: Callable[..., Any]):
         waits = threads.submit(follower.next, ended(4, first=1))
         leader._do(vanish(leader))
         order = meet(0).next(FRESH)
-        assert order.lost == waits.result().lost == "host 0"
+        assert order.cause == waits.result().cause == "host 0 was lost"
 
 
 def test_launchers_that_do_not_fit_are_refused(meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

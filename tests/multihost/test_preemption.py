@@ -196,6 +196,37 @@ def test_the_second_request_ends_at_once(number: signal.Signals) -> None:
         assert process.wait(timeout=20) == 128 + number
 
 
+ASKED = """
+import os, time
+from zerojax.multihost.preemption import JOIN, StopRequest
+def ask():
+    os.kill(os.getpid(), JOIN)
+    time.sleep(0.3)
+ask()  # while it starts
+with StopRequest() as request:
+    ask()
+    print(request.received, flush=True)
+    request._trains_until = 0.0
+    ask()
+    print(request.received, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_that_trains_ends_for_a_host_that_joins() -> None:
+    """Before, the request does nothing. It does not count as a signal to stop."""
+    with started("-c", ASKED) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["False\n", "True\n"]
+        process.send_signal(signal.SIGTERM)
+        time.sleep(2 * ONE_REQUEST)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.count("saving after this step") == 2
+
+
 STUCK = """
 import hashlib, sys
 from zerojax.cli import main

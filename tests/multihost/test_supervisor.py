@@ -2,6 +2,7 @@
 
 import io
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -109,6 +110,24 @@ def test_a_task_that_does_not_end_is_killed_after_the_grace_period(capfd, tmp_pa
     result, _ = run(shell("deaf", deaf), shell("b", other), grace=0.5)
     assert [o.code for o in result.outcomes] == [128 + 9, 3]
     assert "killing deaf" in capfd.readouterr().err
+
+
+def test_tasks_that_can_end_for_a_host_do_so():
+    """The request is repeated, since a task that cannot do so yet ignores it. It is no failure."""
+    events = queue.SimpleQueue()
+    late = (
+        "import signal, sys, time; time.sleep(0.5)\n"
+        "signal.signal(signal.SIGURG, lambda *_: sys.exit(75)); time.sleep(60)"
+    )
+    tasks = [supervisor.Task(name, [sys.executable, "-c", late], os.environ) for name in "ab"]
+    asking = threading.Thread(target=lambda: [(events.put(("join", 0)), time.sleep(0.2)) for _ in range(50)])
+    asking.start()
+    begun = time.monotonic()
+    result, _ = run(*tasks, events=events, good=(0, 75), lost=lambda: pytest.fail("lost"))
+    assert [(one.code, one.stopped) for one in result.outcomes] == [(75, False)] * 2
+    assert result.lost is not None
+    assert begun <= result.lost < time.monotonic() - 0.5
+    asking.join()
 
 
 def test_timeout():

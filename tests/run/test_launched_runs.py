@@ -1,9 +1,12 @@
 """Two processes keep the same checkpoints, and start from the same weights, as one."""
 
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +160,76 @@ def test_a_host_that_is_lost_and_replaced_changes_no_bit(
     assert any(f"host {lost} was lost" in note for note in after["notes"])
     run_through("launch", "--nodes", 2, *job[:2], config, "--run-dir", tmp_path / "whole")
     assert lines(torn) == lines(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("disks", "nodes"), [("shared", 2), ("own", 1)])
+def test_a_host_that_comes_back_joins_a_job_that_goes_on_without_it(
+    text: Path, tmp_path: Path, disks: str, nodes: int
+) -> None:
+    """Twice, with one restart: a host that joins gives back the one that its loss has used."""
+    config, zero = tmp_path / "micro.toml", {"preset": "delta", "block_size": 64}
+    train = {"steps": STEPS, "eval_every": STEPS}
+    checkpoint = {"every": 0, "keep": 9}
+    mesh = {"nodes": 2 * nodes, "local": 1, "emulate": True}
+    config.write_text(
+        dump_config(micro_config(text, mesh=mesh, train=train, checkpoint=checkpoint, zero=zero))
+    )
+    meeting = ("--hosts", 2, "--coordinator", f"127.0.0.1:{free_port()}", "--host")
+    job = ("--devices-per-node", 1, "--nodes", nodes, "--restarts", 1, "--min-nodes", nodes)
+    # A path that differs for each host, in its working directory.
+    run = Path("/proc/self/cwd/run") if disks == "own" else tmp_path / "0" / "run"
+    here = tmp_path / "0" / "run"
+
+    def start(host: int) -> subprocess.Popen[bytes]:
+        words = ("launch", *meeting, host, *job, config, "--run-dir", run)
+        command = [sys.executable, "-m", "zerojax", *map(str, words)]
+        (disk := tmp_path / str(host)).mkdir(exist_ok=True)
+        with (tmp_path / f"{host}.log").open("ab") as log:
+            return subprocess.Popen(command, env=for_programs(), cwd=disk, stdout=log, stderr=log)
+
+    def trains(start: int) -> bool:
+        """Whether this start of the run has taken steps."""
+        found = sessions(RunFolder(here).read_summary())
+        logged = read_metrics(here / "metrics.jsonl")
+        return len(found) == start and logged[-1:] != [] and logged[-1]["step"] > found[-1]["step"] + 5
+
+    launchers = [start(0), start(1)]
+    wait_until(lambda: trains(1), launchers[0])
+    for number in (2, 4):
+        launchers[1].kill()
+        launchers[1].wait()
+        wait_until(partial(trains, number), launchers[0])
+        with suspended(launchers[0]):  # a run ends for a host once it has trained for ten seconds
+            if disks == "own":
+                shutil.rmtree(tmp_path / "1")  # another host takes its place
+            launchers[1] = start(1)
+            time.sleep(10)
+        wait_until(partial(trains, number + 1), launchers[0])
+    assert [launcher.wait(timeout=300) for launcher in launchers] == [0, 0]
+    found = sessions(RunFolder(here).read_summary())
+    assert [one["devices"] for one in found] == [2 * nodes, nodes, 2 * nodes, nodes, 2 * nodes]
+    assert any("after host 1 arrived" in note for note in found[-1]["notes"])
+    joined, left = found[-1]["step"], found[-2]["step"]
+    assert found[-2]["last_step"] == joined > left >= found[-3]["step"] > 0
+    fresh = tmp_path / "fresh"
+    shutil.copytree(here, fresh)
+    for step in step_dirs.steps(fresh / "checkpoints"):
+        if step > joined:
+            shutil.rmtree(fresh / "checkpoints" / str(step))
+    run_through("launch", "--nodes", 2 * nodes, *job[:2], config, "--run-dir", fresh, "--resume", "must")
+    assert lines(here) == lines(fresh)
+
+
+@contextmanager
+def suspended(launcher: subprocess.Popen[bytes]) -> Generator[None]:
+    """Let the processes of a launcher stand still for a while."""
+    workers = psutil.Process(launcher.pid).children()
+    for worker in workers:
+        worker.suspend()
+    yield
+    for worker in workers:
+        worker.resume()
 
 
 def wait_until(done: Callable[[], bool], launcher: subprocess.Popen[bytes]) -> None:

@@ -87,6 +87,11 @@ class Job:
     hosts: int | None = None
     program: Sequence[str] = _ZEROJAX
 
+    @property
+    def trains(self) -> bool:
+        """Whether its processes take snapshots, and save when they are asked to."""
+        return not is_program(self.train[0]) and self.train[0] not in _OTHERS
+
 
 def launch(job: Job) -> int:
     """Run a job to its end, restarting it after failures.
@@ -118,7 +123,7 @@ def launch(job: Job) -> int:
         kept = stack.enter_context(closing(_Kept(job)))
         report, lost = Report(kept.ports()), time.monotonic()
         while isinstance(order := launchers.next(report), Order):
-            restart = {recovery.VARIABLE: f"{lost} {time.monotonic()} {order.lost}"} if order.lost else {}
+            restart = {recovery.VARIABLE: f"{lost} {time.monotonic()} {order.cause}"} if order.cause else {}
             result = Supervisor(
                 kept.tasks(order.start, restart),
                 job.grace,
@@ -144,7 +149,7 @@ def _launchers(job: Job) -> Launchers:
         raise ConfigurationError(
             f"min_nodes must be from 1 to nodes={job.nodes * hosts}, not {job.min_nodes}"
         )
-    plan = Plan(hosts, job.nodes, job.restarts, job.min_nodes)
+    plan = Plan(hosts, job.nodes, job.restarts, job.min_nodes, job.trains)
     if found is None or hosts == 1:
         if job.copy_seconds:
             raise ConfigurationError("one host has no other to keep its state: leave out --copy-seconds")
@@ -166,10 +171,9 @@ class _Kept:
     """
 
     def __init__(self, job: Job) -> None:
-        trains = not is_program(job.train[0]) and job.train[0] not in _OTHERS
         self._job = job
-        self._snapshots = bool(trains and job.restarts and job.snapshot_seconds)
-        self._standby = bool(trains and job.restarts and job.standby) and job.program == _ZEROJAX
+        self._snapshots = bool(job.trains and job.restarts and job.snapshot_seconds)
+        self._standby = bool(job.trains and job.restarts and job.standby) and job.program == _ZEROJAX
         self._files: list[int] = []
         self._waiting: list[tuple[Task, Standby]] = []
         self._waits_for: Start | None = None

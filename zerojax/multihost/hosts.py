@@ -3,21 +3,31 @@
 The launcher of host 0 is the leader. All others connect to it, and prove that they know the job's token. It
 tells each host which ranks to start. When they have ended, every host reports how, and the leader decides
 whether the job is done or starts again. A host whose connection breaks is lost with its processes. A launcher
-with its index may join at any later time. If the leader is lost, the others keep their memory and wait for a
-new one.
+with its index may join at any later time. If the job goes on without a host whose launcher then arrives, the
+job saves, ends, and starts again with that host. If the leader is lost, the others keep their memory and wait
+for a new one.
 """
 
 import asyncio
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import dacite
 
-from zerojax.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, NO_RESTART, ConfigurationError, JobError
+from zerojax.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_WRONG_USE,
+    NO_RESTART,
+    ConfigurationError,
+    JobError,
+)
 from zerojax.log import logger
 from zerojax.multihost.peers.handshake import VARIABLE, reach
 from zerojax.multihost.peers.listener import Listener
@@ -28,6 +38,13 @@ from zerojax.multihost.supervisor import Events, Outcome, Result
 _BROKEN = 5.0
 # Seconds between looks at what has arrived.
 _LOOK_EVERY = 0.02
+# Seconds between requests to end for a host that joins, because a run that has just started ignores them.
+_ASK_EVERY = 2.0
+# Seconds after a host has joined in which it leaves again if the job fails. Who is at fault is often unknown,
+# as when a process does not join the others in time.
+_ON_TRIAL = 600.0
+# Messages to all launchers that are events for the supervisors.
+_EVENTS = {"end": "lost", "join": "join"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +71,12 @@ class Order:
     Attributes:
         start: now.
         following: after a failure; None if the job is not restarted.
-        lost: which processes or hosts the start before has lost; "" at the first start.
+        cause: why the start before has ended, as in "rank 1 was lost"; "" at the first start.
     """
 
     start: Start
     following: Start | None
-    lost: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,37 +151,74 @@ class Plan:
         nodes: processes of each.
         restarts: how often the job may start again.
         min_nodes: the fewest processes to go on with after a failure; None if all are needed.
+        saves: whether the processes save when they are asked to, so that a host can join.
     """
 
-    def __init__(self, hosts: int, nodes: int, restarts: int, min_nodes: int | None = None) -> None:
+    def __init__(
+        self, hosts: int, nodes: int, restarts: int, min_nodes: int | None = None, saves: bool = True
+    ) -> None:
         self._all, self._nodes, self._left, self._least = hosts * nodes, nodes, restarts, min_nodes
+        self._saves = saves
         self._counts = dict.fromkeys(range(hosts), nodes)
         self._gone: set[int] = set()  # hosts that were lost and have not come back
+        self._asked: set[int] = set()  # hosts for which this start ends
+        self._joined: set[int] = set()  # hosts that the start before lacked
+        self._trial_ends = 0.0
         self._following: dict[int, Start] = {}
-        self._lost = ""
+        self._cause = ""
 
     def after(self, reports: Mapping[int, Report]) -> int | None:
         """The job's exit code if it ends now, else None. A host without a report is lost."""
-        outcomes = [one for _, report in sorted(reports.items()) for one in report.outcomes]
-        signals = [number for report in reports.values() for number in report.signals]
-        result = Result(tuple(outcomes), tuple(signals))
-        if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or signals or not self._left:
-            return result.code
-        self._left -= 1
+        result = self._result(reports)
         gone = {host for host, count in self._counts.items() if count} - reports.keys()
-        # Their loss is why the others ended.
-        failed = tuple(f"host {host}" for host in sorted(gone)) or result.failed
+        if result.code == EXIT_STOPPED and self._asked and not (gone or result.signals):
+            self._left += 1  # for a failure of the hosts that join
+            self._cause = f"{_names(self._asked)} arrived"
+            return None
+        on_trial = self._joined if time.monotonic() < self._trial_ends else set[int]()
+        goes_on = {EXIT_STOPPED: self._asked, EXIT_WRONG_USE: on_trial}.get(result.code)
+        ends = result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) and not goes_on
+        if ends or result.signals or not self._left:
+            return result.code
         self._gone |= gone
-        self._lost = printable(", ".join(failed) or "a process", SHORT)
+        # The loss of hosts is why the others ended.
+        self._restart_without(tuple(f"host {host}" for host in sorted(gone or on_trial)) or result.failed)
+        return None
+
+    def _result(self, reports: Mapping[int, Report]) -> Result:
+        """How a start ended. Processes that have saved for a host do not count beside others."""
+        outcomes = [one for _, report in sorted(reports.items()) for one in report.outcomes]
+        signals = tuple(number for report in reports.values() for number in report.signals)
+        saved = EXIT_STOPPED if self._asked and not signals else None
+        return Result(tuple([one for one in outcomes if one.code != saved] or outcomes), signals)
+
+    def _restart_without(self, failed: Sequence[str]) -> None:
+        """Use a restart, for the hosts or ranks that remain if others may be left out."""
+        self._left -= 1
+        self._cause = printable(f"{', '.join(failed) or 'a process'} was lost", SHORT)
         if self._least is not None:
             self._leave_out({*failed}, self._least)
         now = sum(self._counts.values())
         logger.warning(f"restarting with {now} of {self._all} nodes; {self._left} restarts left")
-        return None
 
     def continue_after(self, lost: str) -> None:
         """Let the first start continue a job whose leader was lost."""
-        self._lost = lost
+        self._cause = f"{lost} was lost"
+
+    def came(self, host: int) -> None:
+        """Note a new launcher of a host; the one before it is lost, if there was one."""
+        self._gone.add(host)
+
+    def ask(self, here: Collection[int]) -> set[int]:
+        """The hosts that are here and that the running job lacks: it is asked to save and end for them."""
+        hosts = self._absent & {*here} if self._saves else set[int]()
+        self._asked |= hosts
+        return hosts
+
+    @property
+    def _absent(self) -> set[int]:
+        """Hosts that were lost, and without which the job goes on."""
+        return {host for host in self._gone if self._counts[host] < self._nodes}
 
     def _leave_out(self, failed: Collection[str], least: int) -> None:
         """Go on without what has failed, but with at least so many nodes."""
@@ -187,15 +241,20 @@ class Plan:
 
     def orders(self, members: Mapping[int, Member]) -> dict[int, Order]:
         """What each host that is here does next."""
-        for host in self._gone & members.keys():
-            self._counts[host] = self._nodes
-            self._gone.discard(host)
+        self._asked, self._joined = set(), self._absent & members.keys()
+        self._trial_ends = time.monotonic() + _ON_TRIAL
+        self._gone -= members.keys()
+        if self._joined:
+            self._counts |= dict.fromkeys(self._joined, self._nodes)
+            self._following = {}
+            now = sum(self._counts.values())
+            logger.warning(f"{_names(self._joined)} joins: starting again with {now} of {self._all} nodes")
         first = next(members[host] for host, count in self._counts.items() if count)
         now, later = (f"{first.address}:{port}" for port in first.report.ports)
         starts = self._following if all(one.report.stands_by for one in members.values()) else {}
         starts = starts or self._starts(now)
         self._following = self._starts(later) if self._left else {}
-        return {host: Order(starts[host], self._following.get(host), self._lost) for host in members}
+        return {host: Order(starts[host], self._following.get(host), self._cause) for host in members}
 
     def _starts(self, coordinator: str) -> dict[int, Start]:
         size, first, starts = sum(self._counts.values()), 0, dict[int, Start]()
@@ -203,6 +262,11 @@ class Plan:
             starts[host] = Start(coordinator, first, count, size)
             first += count
         return starts
+
+
+def _names(hosts: Collection[int]) -> str:
+    """Hosts as words: "host 1", or "hosts 1, 2"."""
+    return f"host{'s' if len(hosts) > 1 else ''} {', '.join(map(str, sorted(hosts)))}"
 
 
 class Alone:
@@ -315,7 +379,18 @@ class Leader(_Served):
             ) from error
 
     async def _open(self) -> None:
+        self._asking = asyncio.ensure_future(self._ask())
         self._listener.open(*self._place.listen)
+
+    async def _ask(self) -> None:
+        """Ask all processes to save and end while a host that the job lacks is here."""
+        said = set[int]()
+        while True:
+            await asyncio.sleep(_ASK_EVERY)
+            if (hosts := self._plan.ask(self._others)) and hosts != said:
+                logger.warning(f"{_names(hosts)} arrived: the job saves, to start again with all")
+            if said := hosts:
+                self._tell_all("join")
 
     async def _next(self, report: Report) -> Order | int:
         if self._began and (code := self._plan.after({0: report, **await self._reports(report)})) is not None:
@@ -349,7 +424,7 @@ class Leader(_Served):
     async def _wait_for_hosts(self) -> None:
         limit, said = self._loop.time() + self._place.join_timeout, False
         while absent := self._plan.awaited({0, *self._others}):
-            names = f"host{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+            names = _names(absent)
             if not said:
                 logger.warning(f"waiting for the launcher of {names}")
                 said = True
@@ -374,6 +449,8 @@ class Leader(_Served):
         elif host in self._others:  # or was here a moment ago, and its connection has broken unnoticed
             connection.send("busy")
         else:
+            if not ended:
+                self._plan.came(host)
             self._others[host] = _Other(connection, report, ended)
             connection.keep_alive()
             await self._receive(self._others[host])
@@ -396,13 +473,14 @@ class Leader(_Served):
                 self._tell_all("end")
 
     def _tell_all(self, say: str, **more: Any) -> None:
-        """Tell all launchers; to this one an end is an event."""
-        if say == "end":
-            self.events.put(("lost", 0))
+        """Tell all launchers; some messages are an event for this one."""
+        if say in _EVENTS:
+            self.events.put((_EVENTS[say], 0))
         for one in self._others.values():
             one.connection.send(say, **more)
 
     async def _close(self) -> None:
+        self._asking.cancel()
         self._listener.close()
         self._tell_all("exit", code=EXIT_FAILED)  # unless they have their code already
         for one in [*self._others.values()]:
@@ -466,8 +544,8 @@ class Follower(_Served):
 
     async def _read(self, connection: Connection, inbox: "asyncio.Queue[Message | None]") -> None:
         while isinstance(message := await connection.receive(), dict):
-            if message["say"] == "end":
-                self.events.put(("lost", 0))
+            if kind := _EVENTS.get(message["say"]):
+                self.events.put((kind, 0))
                 continue
             if message["say"] == "begin":
                 self.events = SimpleQueue()

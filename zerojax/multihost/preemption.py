@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT: the first request asks a run to stop, the second one ends it at once."""
+"""SIGTERM and SIGINT: the first request asks a run to stop, the second one ends it at once.
+
+The launcher sends ``JOIN`` if a node waits to join. The run then stops as after one SIGTERM.
+"""
 
 import os
 import signal
@@ -10,6 +13,13 @@ from typing import Any, NoReturn, Self
 
 from zerojax import terminal
 from zerojax.log import logger
+
+JOIN = signal.SIGURG
+"""Asks a run to save and end. By default it does nothing, so a process that cannot save yet goes on."""
+
+# Seconds that a run trains before it ends for a host. So hosts that fail again and again as they join cannot
+# stop the job, and hosts that arrive together join together.
+_TRAINS_FIRST = 10.0
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds to record the end of a process on disk.
@@ -45,6 +55,7 @@ class StopRequest:
 
     def __init__(self, note: Callable[[str], None] = lambda reason: None) -> None:
         self._received = threading.Event()
+        self._trains_until = 0.0
         self._note = note
 
     @property
@@ -53,11 +64,12 @@ class StopRequest:
         return self._received.is_set()
 
     def __enter__(self) -> Self:
+        self._trains_until = time.monotonic() + _TRAINS_FIRST
         self._active = threading.current_thread() is threading.main_thread()
         if self._active:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
-            self._before: dict[int, Any] = {n: signal.signal(n, lambda *_: None) for n in _SIGNALS}
+            self._before: dict[int, Any] = {n: signal.signal(n, lambda *_: None) for n in (*_SIGNALS, JOIN)}
             self._fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._listen, daemon=True, name="signals")
             self._thread.start()
@@ -73,13 +85,17 @@ class StopRequest:
             self._reader.close()
 
     def _listen(self) -> None:
-        requests = Requests()
+        requests, asked = Requests(), False
         while number := self._reader.recv(1):
             name = signal.Signals(number[0]).name
+            if number[0] == JOIN and not self.received and time.monotonic() > self._trains_until:
+                self._received.set()
+                logger.warning("a host arrived: saving after this step, to start again with it")
             if number[0] not in _SIGNALS or not requests.is_new():
                 continue
-            if self.received:
+            if asked:
                 self._end(number[0], f"{name} again: ending at once")
+            asked = True
             self._received.set()
             logger.warning("%s: saving after this step; once more ends at once", name)
 

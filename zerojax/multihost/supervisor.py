@@ -20,7 +20,7 @@ from typing import BinaryIO
 from zerojax import terminal
 from zerojax.log import logger
 from zerojax.multihost import pdeathsig
-from zerojax.multihost.preemption import Requests
+from zerojax.multihost.preemption import JOIN, Requests
 
 # Seconds that the output of tasks waits for a reader before lines queue, and then are dropped.
 _PATIENCE = 1.0
@@ -33,8 +33,9 @@ _PIECE = 64 << 10
 
 
 Events = queue.SimpleQueue[tuple[str, int]]
-"""What a supervisor reacts to: ("signal", number), ("killed", index), ("end", index), and ("lost", 0) for a
-failure on another host. A signal handler may put to a SimpleQueue, not to a Queue.
+"""What a supervisor reacts to: ("signal", number), ("killed", index), ("end", index), ("lost", 0) for a
+failure on another host, and ("join", 0) for a host that waits to join. A signal handler may put to a
+SimpleQueue, not to a Queue.
 """
 
 
@@ -65,7 +66,7 @@ class Result:
 
     outcomes: tuple[Outcome, ...]
     signals: tuple[int, ...]  # received by this process and forwarded
-    lost: float | None = None  # when the first process failed, by the monotonic clock
+    lost: float | None = None  # when one failed, or all were asked to end for a host; by the monotonic clock
 
     @property
     def code(self) -> int:
@@ -105,7 +106,7 @@ class Supervisor:
         follows: exit code of a task that ended because another had failed.
         started: called once all processes have been started.
         lost: called once a process has failed, before all have ended.
-        events: to which another thread may put ("lost", 0).
+        events: to which another thread may put ("lost", 0) and ("join", 0).
     """
 
     tasks: Sequence[Task]
@@ -124,6 +125,7 @@ class Supervisor:
         self._failed: set[int] = set()
         self._signals: list[int] = []
         self._lost: float | None = None
+        self._asked: float | None = None  # when the tasks were first asked to end for a host that joins
         self._deadline: float | None = None  # when the remaining tasks get SIGKILL
 
     def run(self) -> Result:
@@ -167,7 +169,7 @@ class Supervisor:
             Outcome(self.tasks[i].name, _exit_code(self._processes[i].returncode), i in self._told)
             for i in self._all()
         )
-        return Result(tuple(outcomes), tuple(self._signals), self._lost)
+        return Result(tuple(outcomes), tuple(self._signals), self._lost or self._asked)
 
     def _all(self) -> range:
         return range(len(self.tasks))
@@ -191,6 +193,10 @@ class Supervisor:
             elif kind == "signal":
                 self._signals.append(value)
                 self._tell(running, value, limited=len(self._signals) > 1)
+            elif kind == "join":
+                self._asked = self._asked or time.monotonic()
+                for i in running:
+                    _signal(self._processes[i], JOIN)
             elif kind == "lost":
                 self._note_loss()
                 self._tell(running, signal.SIGTERM, limited=True)

@@ -1,4 +1,4 @@
-"""How long a restart by ``zerojax launch`` takes, from the loss of a process to the next new step."""
+"""How long a restart by ``zerojax launch`` takes, from a loss or an arrival to the next new step."""
 
 import os
 import time
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Self
 
 VARIABLE = "ZEROJAX_LOST"
-"""When a loss was noticed and when all had ended, in seconds of the host's monotonic clock, and who was lost:
-"12.5 13.0 rank 1".
+"""When the cause was noticed and when all had ended, in seconds of the host's monotonic clock, and the cause:
+"12.5 13.0 rank 1 was lost" or "... host 1 arrived".
 """
 
 
@@ -19,10 +19,11 @@ class Recovery:
     """
 
     def __init__(
-        self, lost: float, ended: float, who: str, clock: Callable[[], float] = time.monotonic
+        self, noticed: float, ended: float, cause: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._who = who
-        self.seconds = {"to end the others": ended - lost}
+        self._cause = cause
+        first = "to end the others" if cause.endswith("lost") else "until all had saved"
+        self.seconds = {first: ended - noticed}
         self._last, self._clock = ended, clock
         self._steps = 0
 
@@ -31,8 +32,8 @@ class Recovery:
         """The restart that has started this process; None if none has. Later calls return None."""
         if (found := os.environ.pop(VARIABLE, None)) is None:
             return None
-        lost, ended, who = found.split(maxsplit=2)
-        return cls(float(lost), float(ended), who)
+        noticed, ended, cause = found.split(maxsplit=2)
+        return cls(float(noticed), float(ended), cause)
 
     def end(self, phase: str) -> None:
         """End a phase, which began with the end of the last one."""
@@ -51,4 +52,4 @@ class Recovery:
 
     def __str__(self) -> str:
         phases = ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in self.seconds.items())
-        return f"a new step {sum(self.seconds.values()):.1f} s after {self._who} was lost: {phases}"
+        return f"a new step {sum(self.seconds.values()):.1f} s after {self._cause}: {phases}"
