@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import zerojax
-from zerojax.posttrain.methods import trainer as post_trainer
 from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.methods.preferences import PreferenceTrainer
@@ -103,7 +102,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             raise Stop
         return real(state, batch)
 
-    for module in (loop, post_trainer, critic):
+    for module in (loop, critic):
         monkeypatch.setattr(module, "train_step", train_step)
 
 

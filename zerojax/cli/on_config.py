@@ -7,14 +7,7 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.options import option_table, read_options
-from zerojax.run.config import (
-    ConfigError,
-    RunConfig,
-    config_from_dict,
-    find_config,
-    load_config,
-    spelled_out,
-)
+from zerojax.run.config import ConfigError, RunConfig, config_from_dict, find_config, load_config, spelled_out
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import load_tables, merged
 

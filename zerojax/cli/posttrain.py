@@ -13,12 +13,7 @@ from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.methods.preferences import PreferenceTrainer
 from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
-from zerojax.posttrain.settings import (
-    PREFERENCES,
-    check_first_weights,
-    check_preferences,
-    check_settings,
-)
+from zerojax.posttrain.settings import PREFERENCES, check_first_weights, check_preferences, check_settings
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 

@@ -7,13 +7,7 @@ from zerojax.analysis.profile import parse_steps
 from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.cli.run_options import RunOptions, read_run, show_plan
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import (
-    ModelReader,
-    adapter_frozen,
-    adapter_lora,
-    begin_run,
-    load_adapter,
-)
+from zerojax.interop.huggingface import ModelReader, adapter_frozen, adapter_lora, begin_run, load_adapter
 from zerojax.models.config import GPTConfig
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import checked, table_of

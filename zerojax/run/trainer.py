@@ -21,14 +21,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import make_watchdog
-from zerojax.run.checkpoints import (
-    Checkpoints,
-    Record,
-    Retention,
-    TrainingClock,
-    reserve_for_saves,
-    resume,
-)
+from zerojax.run.checkpoints import Checkpoints, Record, Retention, TrainingClock, reserve_for_saves, resume
 from zerojax.run.config import ClusterSection
 from zerojax.run.evaluation import mean_metrics
 from zerojax.run.loop import TrainLoop

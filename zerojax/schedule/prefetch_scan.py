@@ -47,12 +47,7 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.layer_update import probe
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
-from zerojax.schedule.transforms import (
-    Pullback,
-    inexact,
-    pullback,
-    with_float0,
-)
+from zerojax.schedule.transforms import Pullback, inexact, pullback, with_float0
 from zerojax.schedule.unit import (
     CALLED,
     READ_BY_UNIT,

@@ -18,14 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float32, PyTree
 
 from zerojax.optim.layerwise import places
-from zerojax.schedule.layer_update import (
-    MASTER,
-    Facts,
-    LayerState,
-    LayerUpdate,
-    as_encoded,
-    as_floats,
-)
+from zerojax.schedule.layer_update import MASTER, Facts, LayerState, LayerUpdate, as_encoded, as_floats
 from zerojax.sharding.layout import Values
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import without_padding

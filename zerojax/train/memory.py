@@ -121,10 +121,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         )
 
 
-def reserve_host_memory(
-    size: int,
-    devices: Sequence[jax.Device] | None = None,
-) -> None:
+def reserve_host_memory(size: int, devices: Sequence[jax.Device] | None = None) -> None:
     """Have XLA lock host memory in one piece for each GPU of this process, for arrays of any sizes.
 
     Otherwise a GPU's pool grows in pieces that double. A step's activations in host memory are one array of

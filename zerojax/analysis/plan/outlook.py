@@ -137,12 +137,9 @@ class Outlook:
     Attributes:
         cluster: where the run is planned.
         sequences: sequences per micro-batch of a device, or of the devices that share them.
-        sharing: how many devices share a sequence; 1 if none do.
         length: tokens of a sequence.
-        accumulate: micro-batches per step.
         configured: name of the forecast for the config's own options.
         forecasts: one for each way of sharding.
-        fp8: whether matmuls with weights are in fp8 at stage 3.
         advice: the recommended way of sharding, and the reason.
         host: recommended parts to keep in host memory; None if the config fits as it is.
         remat: a faster ``ZeroConfig.remat`` that fits, and its cost; None if there is none.
@@ -153,12 +150,9 @@ class Outlook:
 
     cluster: Cluster
     sequences: int
-    sharing: int
     length: int
-    accumulate: int
     configured: str
     forecasts: tuple[Forecast, ...]
-    fp8: bool
     advice: str
     host: HostChoice | None = None
     remat: str | None = None
@@ -171,9 +165,15 @@ class Outlook:
         return next(forecast for forecast in self.forecasts if forecast.name == self.configured)
 
     @property
+    def zero(self) -> ZeroConfig:
+        """The config's own options."""
+        return self.own.spec.zero
+
+    @property
     def batch(self) -> int:
         """Sequences per step of the whole cluster."""
-        return self.sequences * self.accumulate * self.cluster.world.size // self.sharing
+        zero = self.zero
+        return self.sequences * zero.accumulate * self.cluster.world.size // zero.sequence_parallel
 
     def to_dict(self) -> dict[str, Any]:
         """The outlook as plain data for JSON, in bytes and seconds."""
@@ -183,10 +183,10 @@ class Outlook:
             "local": self.cluster.local,
             "memory_budget": self.cluster.budget,
             "sequences": self.sequences,
-            "sequence_parallel": self.sharing,
+            "sequence_parallel": self.zero.sequence_parallel,
             "batch": self.batch,
             "configured": self.configured,
-            "fp8": self.fp8,
+            "fp8": self.zero.matmul_dtype == "fp8",
             "advice": self.advice,
             "host": None if self.host is None else dataclasses.asdict(self.host),
             "remat": self.remat,
@@ -250,12 +250,9 @@ def foresee(
     found = Outlook(
         cluster=cluster,
         sequences=sequences,
-        sharing=own.sequence_parallel,
         length=length,
-        accumulate=own.accumulate,
         configured=configured,
         forecasts=forecasts,
-        fp8=own.matmul_dtype == "fp8",
         advice=recommend(forecasts, cluster, sequences, hiding, optimizer),
         longest=run.longest() if longest else None,
     )

@@ -32,10 +32,11 @@ def outlook_tables(outlook: Outlook) -> RenderableType:
 def _longest(outlook: Outlook, tokens: int) -> str:
     """A sentence about the longest sequences that fit."""
     many = f"{outlook.sequences} of them" if outlook.sequences > 1 else "one of them"
-    where = "a device" if outlook.sharing == 1 else f"{outlook.sharing} devices that share it"
+    sharing = outlook.zero.sequence_parallel
+    where = "a device" if sharing == 1 else f"{sharing} devices that share it"
     if not tokens:
         return f"No sequence of at least 1,024 tokens a device fits, {many} at a time."
-    if tokens < LONGEST * outlook.sharing:
+    if tokens < LONGEST * sharing:
         return f"The longest sequences that fit have {tokens:,} tokens, {many} on {where} in a micro-batch."
     return f"Sequences of at least {tokens:,} tokens fit, {many} on {where} in a micro-batch."
 
@@ -47,13 +48,13 @@ def assumptions(outlook: Outlook) -> list[str]:
     network = ""
     if cluster.nodes > 1:
         network = f", {_network(cluster)} between nodes"
-    sharing = outlook.sharing
+    zero, sharing = outlook.zero, outlook.zero.sequence_parallel
     whose = "device" if sharing == 1 else f"{sharing}-device group"
     lines = [
         "A prediction: nothing was run.",
         f"- {cluster.nodes} x {cluster.local} {gpu.kind}{network}",
         f"- sequences of {outlook.length} tokens: {outlook.sequences} a {whose} and micro-batch x "
-        f"{outlook.accumulate} micro-batches x {cluster.world.size // sharing} {whose}s = "
+        f"{zero.accumulate} micro-batches x {cluster.world.size // sharing} {whose}s = "
         f"{outlook.batch} a step",
         f"- matmuls at {cluster.efficiency:.0%} of {gpu.flops / 1e12:g} TFLOP/s ({origin}), "
         f"{cluster.link_rate / 1e9:.0f} GB/s within a node",
@@ -67,10 +68,11 @@ def assumptions(outlook: Outlook) -> list[str]:
         lines.append(
             f"- {needed}; {rate:.0f} GB/s between it and a GPU, {BOTH_WAYS * rate:.0f} each way at once"
         )
-    if outlook.fp8 and gpu.fp8_flops:
+    fp8 = zero.matmul_dtype == "fp8"
+    if fp8 and gpu.fp8_flops:
         reached = f"{cluster.fp8_flops('bfloat16') / 1e12:.0f} of {gpu.fp8_flops / 1e12:g} TFLOP/s"
         lines.append(f"- matmuls with weights in fp8, at {reached} and conversions; below stage 3 in bf16")
-    elif outlook.fp8:
+    elif fp8:
         lines.append(f"- {gpu.kind} has no fp8 matmuls: their emulation is slower than predicted here")
     if cluster.nodes > 1 and cluster.links is None and cluster.bandwidth > _TCP:
         carried = f"NCCL's collectives carried {gigabits(_TCP)} Gb/s between nodes of one GPU"

@@ -29,7 +29,7 @@ def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
     _draw_time(outlook, time)
     figure.suptitle(
         f"{title}: predicted for {cluster.nodes} x {cluster.local} {cluster.gpu.kind}, "
-        f"{outlook.sequences} x {outlook.accumulate} sequences of {outlook.length} tokens a device"
+        f"{outlook.sequences} x {outlook.zero.accumulate} sequences of {outlook.length} tokens a device"
     )
     with file_errors(path, what="cannot write: "):
         try:

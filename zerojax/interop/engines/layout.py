@@ -20,7 +20,7 @@ import jax
 from jaxlib.xla_client import Device
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.engines.encoder import LARGEST, Cut
+from zerojax.interop.engines.encoder import Cut
 from zerojax.interop.engines.receiver.manifest import Strip
 from zerojax.interop.engines.scales import Blocks
 from zerojax.interop.huggingface.exporting import Target, quantized_specs, write_settings
@@ -85,8 +85,6 @@ def pieces_of(
     target: Target,
     files: Mapping[str, str],
     how: FP8Blocks | None = None,
-    *,
-    largest: int = LARGEST,
 ) -> tuple[bytes, list[Part], dict[Key, Blocks]]:
     """The manifest of a state, equal in all processes; this process's parts; the blocks of fp8 weights.
 
@@ -95,7 +93,6 @@ def pieces_of(
         target: the engine's tensors, from ``plan_export``.
         files: the model's other files, in base 64, by name.
         how: the quantization of the linear layers, checked by ``check_quantizable``; None for none.
-        largest: most elements of a piece.
 
     Raises:
         ConfigurationError: the state has frozen weights, or tensors of different dtypes in one weight.
@@ -122,7 +119,7 @@ def pieces_of(
             (stored.width, [astuple(strip_of(t, numbers[t.name])) for t in tensors]) for tensors in own
         ]
         for (start, stop), device in stored.shards().items():
-            cut = Cut.of(stop - start, largest)
+            cut = Cut.of(stop - start)
             if device.process_index == jax.process_index():
                 dtype = DTYPES[next(iter(dtypes))].name
                 parts.append(Part(stored.key, device, len(own), cut, dtype, len(pieces), start, blocks))
@@ -133,7 +130,7 @@ def pieces_of(
             ]
             pieces += [(first + layer, cut.size, run) for layer in range(len(own)) for run in runs]
         if how is not None and blocks is not None:
-            cut, device = Cut.of(blocks.rows * blocks.columns, largest), next(iter(stored.shards().values()))
+            cut, device = Cut.of(blocks.rows * blocks.columns), next(iter(stored.shards().values()))
             if device.process_index == jax.process_index():
                 part = Part(stored.key, device, len(own), cut, "float32", len(pieces), 0, blocks, scales=True)
                 parts.append(part)

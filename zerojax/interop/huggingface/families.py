@@ -258,9 +258,7 @@ _UNWRITTEN: dict[str, dict[str, Any]] = {
 _SPARSE_ATTENTION = (
     "a part of each layer chooses the tokens that others attend to, and a zerojax model has no such part"
 )
-REFUSED = {
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION),
-}
+REFUSED = dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION)
 """Families that are known and cannot be imported -> why."""
 
 

@@ -293,7 +293,7 @@ OLMO_HYBRID = like_llama(
 )
 
 
-def _convolved(model: GPTConfig) -> tuple[int, ...]:
+def convolved(model: GPTConfig) -> tuple[int, ...]:
     """The widths of the queries, keys and values of all heads."""
     return model.recurrent_keys, model.recurrent_keys, model.recurrent_values
 
@@ -307,13 +307,13 @@ OLMO_HYBRID_NAMES = Names(
         "norm_mlp": "feedforward_layer_norm",
         "post_norm_attention": "post_attention_layernorm",
         "post_norm_mlp": "post_feedforward_layernorm",
-        "recurrent/inputs": Joined(tuple(f"linear_attn.{name}_proj" for name in "qkv"), _convolved),
+        "recurrent/inputs": Joined(tuple(f"linear_attn.{name}_proj" for name in "qkv"), convolved),
         "recurrent/gate": "linear_attn.g_proj",
         "recurrent/beta": "linear_attn.b_proj",
         "recurrent/decay": "linear_attn.a_proj",
         "recurrent/norm": "linear_attn.o_norm",
         "recurrent/out": "linear_attn.o_proj",
     },
-    _DELTA_BARE | {"recurrent/conv": Joined(_QKV_CONVOLUTIONS, _convolved, ones=CONVOLUTION)},
+    _DELTA_BARE | {"recurrent/conv": Joined(_QKV_CONVOLUTIONS, convolved, ones=CONVOLUTION)},
     other_names=(("post_attention_layernorm", "feedforward_layer_norm"),),
 )

@@ -13,7 +13,7 @@ from zerojax.interop.huggingface.experts import (
     mixture,
     shared_experts,
 )
-from zerojax.interop.huggingface.hybrid import recurrent_layers
+from zerojax.interop.huggingface.hybrid import convolved, recurrent_layers
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR
 from zerojax.interop.huggingface.llama import NO_BIASES, SILU, like_llama, unrotated_layers
 from zerojax.interop.huggingface.mapping import CONVOLUTION, Joined, Source
@@ -104,18 +104,13 @@ KIMI_LINEAR = like_llama(
 )
 
 
-def _convolved(model: GPTConfig) -> tuple[int, ...]:
-    """The widths of the queries, keys and values of all heads."""
-    return model.recurrent_keys, model.recurrent_keys, model.recurrent_values
-
-
 _MOE, _GATE = "block_sparse_moe", "self_attn.forget_gate"
 _EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 KIMI_LINEAR_NAMES = replace(
     DEEPSEEK_NAMES,
     block=DEEPSEEK_NAMES.block
     | {
-        "recurrent/inputs": Joined(tuple(f"self_attn.{name}_proj" for name in "qkv"), _convolved),
+        "recurrent/inputs": Joined(tuple(f"self_attn.{name}_proj" for name in "qkv"), convolved),
         "recurrent/beta": "self_attn.b_proj",
         "recurrent/decay_down": f"{_GATE}.f_a_proj",
         "recurrent/decay": f"{_GATE}.f_b_proj",
@@ -126,7 +121,7 @@ KIMI_LINEAR_NAMES = replace(
     },
     bare={
         "recurrent/conv": Joined(
-            tuple(f"self_attn.{name}_conv1d.weight" for name in "qkv"), _convolved, CONVOLUTION
+            tuple(f"self_attn.{name}_conv1d.weight" for name in "qkv"), convolved, CONVOLUTION
         ),
         "recurrent/log_rate": Source("self_attn.A_log", transposed=False, ones=(0, 1, 3)),
         "recurrent/step_bias": Source("self_attn.dt_bias", transposed=False),

@@ -23,9 +23,9 @@ class PPOTrainer(PostTrainer):
 
     critic: Critic  # pyrefly: ignore[bad-override-mutable-attribute]  (PPO always has one)
 
-    def update(self, batch: Rows) -> Metrics:
+    def take_step(self, batch: Rows) -> Metrics:
         """Dispatch a training step of the policy and one of the critic, and return their metrics."""
-        metrics = super().update({name: batch[name] for name in abstract_batch(self.config)})
+        metrics = super().take_step({name: batch[name] for name in abstract_batch(self.config)})
         values = self.critic.take_step(batch)
         metrics |= {"value_loss": values["loss"], "value_grad_norm": values["grad_norm"]}
         # The run ends if either has diverged.

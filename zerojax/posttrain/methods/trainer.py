@@ -44,7 +44,7 @@ from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, WeightReader, keep_for, start_run
 from zerojax.train.state import TrainState
-from zerojax.train.step import Metrics, predict_step, train_step
+from zerojax.train.step import Metrics, predict_step
 
 
 @dataclass(kw_only=True)
@@ -149,17 +149,12 @@ class PostTrainer(OpenRun):
             self.write_samples(rollout, rewards)
             measured = self.measure(rollout, rewards, rows)
             for batch in self.minibatches(rows):
-                self.log_step(self.update(batch) | measured)
+                self.log_step(self.take_step(batch) | measured)
             self.finish_rollout(signalled)
 
     @abstractmethod
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """The columns of the losses, from one reward per row (NaN for a row without a reward)."""
-
-    def update(self, batch: Rows) -> Metrics:
-        """Dispatch a training step, and return its metrics."""
-        self.state, metrics = train_step(self.state, batch)
-        return metrics
 
     def evaluate_first_weights(self) -> None:
         """Evaluate the first weights, if there are held-out prompts."""

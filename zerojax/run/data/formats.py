@@ -266,11 +266,7 @@ def _values(batch: Any, path: Path, first_row: int) -> list[dict[str, Any]]:
     try:
         batch.validate(full=True)
         return batch.to_pylist()
-    except (
-        _pyarrow(path).ArrowException,
-        ValueError,
-        OverflowError,
-    ) as error:
+    except (_pyarrow(path).ArrowException, ValueError, OverflowError) as error:
         last = first_row + len(batch) - 1
         raise DataError(f"{path} rows {first_row} to {last}: a value is damaged: {error}") from error
 
