@@ -135,6 +135,14 @@ def test_timeout():
         run(shell("quick", "true"), shell("slow", "sleep 60"), timeout=0.3)
 
 
+def test_a_task_whose_supervisor_ended_while_it_started_does_not_run():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    command = [sys.executable, "-IS", supervisor.pdeathsig.__file__, str(ended.pid), "echo", "runs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 def test_a_missing_command():
     task = supervisor.Task("a", ["/no/such/program"], env=os.environ)
     result, lines = run(task)

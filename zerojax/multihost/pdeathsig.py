@@ -1,4 +1,4 @@
-"""Run a command that is killed when its parent process ends: ``python pdeathsig.py COMMAND...``.
+"""Run a command that is killed when its parent process ends: ``python pdeathsig.py PARENT COMMAND...``.
 
 So a launcher that is killed, without a chance to clean up, leaves no trainer behind on the GPUs. The file
 only needs the standard library, and runs by its path.
@@ -12,12 +12,11 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(command: list[str]) -> None:
+def main(parent: int, command: list[str]) -> None:
     """Tie this process to its parent (on Linux), then execute the command."""
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the parent ended before prctl took effect
+        if os.getppid() != parent:  # it ended before prctl took effect, perhaps before Python had started
             sys.exit(1)
     try:
         os.execvp(command[0], command)
@@ -27,4 +26,4 @@ def main(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -43,7 +43,7 @@ class Standby:
             for file in (Path(__file__).with_name("pdeathsig.py"), __file__)
         )
         self._process = subprocess.Popen(
-            [*tied, *delayed, str(after), *command],
+            [*tied, str(os.getpid()), *delayed, str(after), *command],
             env={**env, VARIABLE: "1"},
             pass_fds=tuple(pass_fds),
             stdin=subprocess.PIPE,

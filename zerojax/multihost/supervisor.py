@@ -146,7 +146,7 @@ class Supervisor:
     def _run(self) -> Result:
         for task in self.tasks:
             process = task.standby() or subprocess.Popen(
-                [sys.executable, "-IS", pdeathsig.__file__, *task.command],
+                [sys.executable, "-IS", pdeathsig.__file__, str(os.getpid()), *task.command],
                 env=dict(task.env),
                 pass_fds=task.pass_fds,
                 stdin=subprocess.DEVNULL,
