@@ -32,7 +32,7 @@ from zerojax.run.evaluation import mean_loss, mean_metrics
 from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
-from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.spelling import dtype_name
 from zerojax.zero_config.rules import is_block_size
 
 REPORT = "zerojax.json"

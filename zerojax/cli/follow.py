@@ -19,7 +19,7 @@ from zerojax.run.build import is_first
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, with_settings
 from zerojax.run.run_dir import RunFolder
-from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.spelling import dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)

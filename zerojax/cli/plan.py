@@ -10,7 +10,7 @@ from zerojax.analysis.gpus import MATMUL_EFFICIENCY, find_gpu
 from zerojax.analysis.link_report import LinkReport
 from zerojax.analysis.plan import plan_state
 from zerojax.analysis.plan.cluster import MEMORY_FRACTION, Cluster
-from zerojax.analysis.plan.engines import Engines, EngineStep, foresee_engines
+from zerojax.analysis.plan.engines import Engines, foresee_engines
 from zerojax.analysis.plan.outlook import Outlook, foresee
 from zerojax.analysis.plan.outlook_tables import outlook_tables
 from zerojax.analysis.plan.work import sequences_of
@@ -120,7 +120,12 @@ def _predict(options: Options, settings: RunConfig, gpu: str) -> None:
     sequences = 1 if options.longest and options.sequences is None else options.sequences
     engines = _engines(options, settings, cluster)
     outlook = _outlook(sequences, settings, cluster, longest=options.longest)
-    with_engines = None if engines is None else _engine_step(outlook, engines, settings)
+    with_engines = None
+    if engines is not None:
+        rows, rollout = rollout_rows(settings), settings.posttrain
+        with_engines = foresee_engines(
+            outlook, engines, rows=rows, epochs=rollout.epochs, tokens=rollout.max_new_tokens
+        )
     if options.picture is not None:
         # Matplotlib takes longer to import than all of zerojax: no other command waits for it.
         from zerojax.analysis.plan.picture import draw_outlook
@@ -149,15 +154,9 @@ def _engines(options: Options, settings: RunConfig, cluster: Cluster) -> Engines
         )
     bandwidth = cluster.bandwidth
     if options.engine_bandwidth is not None:
-        bandwidth = _rate(options.engine_bandwidth, "--engine-bandwidth")
+        bandwidth = bytes_per_second(options.engine_bandwidth, "--engine-bandwidth")
     count = max(1, len(settings.posttrain.engines))
     return Engines(count, options.engine_tokens, bandwidth, options.changed)
-
-
-def _engine_step(outlook: Outlook, engines: Engines, settings: RunConfig) -> EngineStep:
-    rollout = settings.posttrain
-    rows, tokens = rollout_rows(settings), rollout.max_new_tokens
-    return foresee_engines(outlook, engines, rows=rows, epochs=rollout.epochs, tokens=tokens)
 
 
 def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
@@ -181,7 +180,7 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
         nodes=nodes,
         local=local,
         gpu=dataclasses.replace(known, **corrected),
-        bandwidth=_rate(options.bandwidth, "--bandwidth") if options.bandwidth else 0,
+        bandwidth=bytes_per_second(options.bandwidth, "--bandwidth") if options.bandwidth else 0,
         local_bandwidth=_giga(options.local_bandwidth),
         host_memory=_giga(options.host_memory_gb),
         host_bandwidth=_giga(options.host_bandwidth),
@@ -189,13 +188,6 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
         memory_fraction=options.memory_fraction,
         links=None if options.links is None else LinkReport.read(options.links),
     )
-
-
-def _rate(text: str, option: str) -> float:
-    try:
-        return bytes_per_second(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{option}: {error}") from error
 
 
 def _giga(value: float | None) -> float | None:

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
-from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import check_scalars
 from zerojax.validation.patterns import as_patterns, matches, why_not
+from zerojax.validation.spelling import suggests
 from zerojax.zero_config.options import MATMUL_WEIGHTS
 
 A, B = "lora_a", "lora_b"

@@ -17,7 +17,7 @@ from zerojax.models.options import (
     RecurrentOptions,
     Rotation,
 )
-from zerojax.validation.arguments import suggests
+from zerojax.validation.spelling import suggests
 
 
 @suggests

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from zerojax.errors import ConfigurationError
 from zerojax.validation.rates import bytes_per_second
 
 # The environment variable with the rate of a node's link, for interfaces that do not know it.
@@ -60,7 +59,8 @@ def discover_network(environ: Mapping[str, str] | None = None) -> Network:
         ConfigurationError: ``ZEROJAX_LINK_RATE`` is not a rate.
     """
     environ = os.environ if environ is None else environ
-    given, rdma = _given_rate(environ), rdma_of(environ)
+    rate, rdma = environ.get(VARIABLE, ""), rdma_of(environ)
+    given = bytes_per_second(rate, VARIABLE) if rate else None
     address = _own_address(_coordinator())
     if not address:
         return Network(rate=given, rdma=rdma)
@@ -121,14 +121,6 @@ def chosen_interfaces(names: Iterable[str], wanted: str) -> list[str]:
         return name in listed if exact else name.startswith(listed)
 
     return [name for name in names if matches(name) != unwanted]
-
-
-def _given_rate(environ: Mapping[str, str]) -> float | None:
-    text = environ.get(VARIABLE, "")
-    try:
-        return bytes_per_second(text) if text else None
-    except ValueError as error:
-        raise ConfigurationError(f"{VARIABLE}: {error}") from error
 
 
 def _coordinator() -> str:

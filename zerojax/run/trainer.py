@@ -30,8 +30,8 @@ from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.trackers import check_trackers
 from zerojax.train.state import TrainState, check_there, first_state, initial_base
 from zerojax.train.step import Metrics
-from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import require
+from zerojax.validation.spelling import suggests
 from zerojax.validation.untrusted import short
 
 _VALIDATION = "validation_"

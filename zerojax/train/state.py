@@ -38,8 +38,8 @@ from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.pass_weights import ByPath, replicas_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses, SpikeRule
-from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed
+from zerojax.validation.spelling import suggests
 from zerojax.weights import Weight
 from zerojax.zero_config import ZeroConfig
 

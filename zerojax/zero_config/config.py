@@ -16,9 +16,8 @@ from rich.table import Table
 from pallas_kernels.formats import BITS, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html
-from zerojax.validation.arguments import suggests
-from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import as_patterns, matches, refuse_idle, why_not
+from zerojax.validation.spelling import dtype_name, suggests
 from zerojax.zero_config.options import (
     MATMUL_WEIGHTS,
     LocalUpdates,

@@ -22,7 +22,7 @@ from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.train.build import check_host_weights, check_options, check_update_in_backward, lay_out
 from zerojax.train.spec import TrainSpec
 from zerojax.validation.bounds import MAX_DEVICES
-from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.spelling import dtype_name
 from zerojax.zero_config.config import COMPUTE_FORMAT, ZeroConfig
 
 NETWORK_EFFICIENCY = 0.94

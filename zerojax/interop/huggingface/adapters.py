@@ -48,7 +48,7 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.gathering import gather_adapters
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
-from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.spelling import dtype_name
 
 Arrays = Mapping[param_tree.Path, Float32[np.ndarray, "..."]]
 

@@ -29,7 +29,7 @@ from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder, copy_files
 from zerojax.train.state import TrainState, begin_with
-from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.spelling import dtype_name
 from zerojax.validation.untrusted import read_json_object
 
 EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

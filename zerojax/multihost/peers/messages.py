@@ -73,12 +73,8 @@ class Connection:
         return f"[{host}]" if ":" in host else host
 
     def keep_alive(self) -> None:
-        """Let the system end the connection if the other host has not answered for half a minute."""
-        held: socket.socket = self._writer.get_extra_info("socket")
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, seconds in _KEEP_ALIVE.items():
-            if hasattr(socket, name):  # macOS lacks the last one
-                held.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        """See ``keep_alive``."""
+        keep_alive(self._writer.get_extra_info("socket"))
 
     def send(self, say: str, **more: Any) -> None:
         """Send a message without waiting: a process that does not read must not delay the others.
@@ -126,6 +122,14 @@ class Connection:
     def _write(self, kind: int, data: bytes) -> None:
         if not self._writer.is_closing():
             self._writer.write(_HEADER.pack(kind, len(data)) + data)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the system end a connection if the other host has not answered for half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def parse(data: bytes) -> Message | None:

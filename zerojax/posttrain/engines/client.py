@@ -5,7 +5,6 @@ The engine must be started with ``--enable-scale-out`` and the environment varia
 """
 
 import json
-import socket
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 from zerojax.errors import error_line
 from zerojax.generation import Sampling
+from zerojax.multihost.peers.messages import keep_alive
 from zerojax.posttrain.engines.weights import Weights
 from zerojax.validation.untrusted import parse_json, printable, short
 
@@ -205,7 +205,8 @@ class Engine:
         try:
             with closing(kind(where.hostname or "", where.port, timeout=_CONNECT_SECONDS)) as connection:
                 connection.connect()
-                _notice_death(connection.sock, self.seconds)
+                connection.sock.settimeout(self.seconds)
+                keep_alive(connection.sock)
                 headers = {"Content-Type": "application/json", "Connection": "close"}
                 connection.request("GET" if text is None else "POST", path, text, headers)
                 response = connection.getresponse()
@@ -258,12 +259,3 @@ def _read(response: dict[str, Any], likeliest: bool) -> tuple[list[int], list[fl
             f"an engine sent tokens, log-probabilities and versions that do not fit: {short(response)}"
         )
     return tokens, log_probs, versions
-
-
-def _notice_death(connection: socket.socket, seconds: float) -> None:
-    """Limit the time of a response, and notice within half a minute that the engine's host is gone."""
-    connection.settimeout(seconds)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if (option := getattr(socket, name, None)) is not None:  # Linux has all of them, macOS some
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -21,8 +21,8 @@ import dacite
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.run_dir import write_whole
-from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import is_time, require
+from zerojax.validation.spelling import suggests
 from zerojax.validation.untrusted import dump_checked, load_checked
 
 MANIFEST = "manifest.json"

@@ -20,7 +20,7 @@ RATES = ("tokens_per_second", "mfu")
 """Values per second. Their mean is the harmonic mean, the inverse of the mean time."""
 
 
-def render(run: RunData, *, now: datetime | None = None) -> str:
+def render(run: RunData) -> str:
     """The page as text.
 
     All values of the run are escaped, and the page loads nothing from outside itself.
@@ -43,7 +43,7 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         sent=_communication(run),
         sessions=[_session(number, one, run.written) for number, one in enumerate(run.sessions, 1)],
         environment=_environment(run),
-        made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         json=lambda value: json.dumps(value, separators=(",", ":")),
     )
     return page.encode(errors="replace").decode()  # JSON may contain halves of surrogate pairs

@@ -1,4 +1,4 @@
-"""Every dtype option takes a name, short or long, or a dtype of JAX or numpy."""
+"""Dtypes are named in short or long, or given as JAX's or numpy's. Unknown arguments get a suggestion."""
 
 import dataclasses
 from pathlib import Path
@@ -16,8 +16,10 @@ import zerojax
 from zerojax.analysis.gpus import find_gpu
 from zerojax.analysis.plan import Cluster
 from zerojax.cli.export_model import Options
+from zerojax.models import GPTConfig
+from zerojax.run.checkpoints import Retention
 from zerojax.run.config import config_from_dict, dump_config
-from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.spelling import dtype_name, suggests
 
 BFLOAT16 = [
     "bfloat16",
@@ -120,3 +122,35 @@ def test_rounding_is_that_of_gradients():
         state = case.begin(optax.sgd(0.1), nodes=2, local=1, rounding=rounding, **int8)
         losses.append(zerojax.eval_step(state, case.batches(2, 1)[0])["loss"])
     assert losses[0] == losses[1]
+
+
+@suggests
+def scale(x: float, *, factor: float = 2.0) -> float:
+    return x * factor
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "options", "message"),
+    [
+        (zerojax.ZeroConfig, (), {"wieghts": "int8"}, "ZeroConfig has no .*: did you mean 'weights'"),
+        (zerojax.ZeroConfig.preset, ("delta",), {"acumulate": 2}, "did you mean 'accumulate'"),
+        (zerojax.Trainer, (None,), {"save_evry": 2}, "Trainer has no .*: did you mean 'save_every'"),
+        (zerojax.TrainState.create, (None, optax.sgd(1), None), {"mash": None}, "create has no .* 'mesh'"),
+        (zerojax.TrainState.abstract, (None,) * 3, {"zeros": None}, "abstract has no .* mean 'zero'"),
+        (zerojax.LoRA, (), {"rnk": 2}, "LoRA has no argument 'rnk': did you mean 'rank'"),
+        (GPTConfig, (), {"layer": 2}, "GPTConfig has no argument 'layer': did you mean 'layers'"),
+        (Retention, (), {"newst": 2}, "Retention has no argument 'newst': did you mean 'newest'"),
+        (scale, (1.0,), {"xyzzy": 2}, "scale has no argument 'xyzzy': there are x, factor"),
+    ],
+)
+def test_the_nearest_argument_is_suggested(call: Any, arguments: Any, options: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        call(*arguments, **options)
+
+
+def test_other_calls_are_as_before():
+    assert scale(3.0, factor=1.0) == 3.0
+    call: Any = scale
+    with pytest.raises(TypeError, match="missing 1 required"):
+        call()
+    assert zerojax.ZeroConfig.preset("delta").replace(accumulate=2).accumulate == 2
