@@ -140,6 +140,15 @@ def file_errors(
 
 
 @contextmanager
+def errors_at(where: object) -> Generator[None]:
+    """Let the message of a ``ConfigurationError`` begin with where it belongs: "FILE:LINE: not text"."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+@contextmanager
 def disk_errors(place: Path, after: str = "") -> Generator[None]:
     """Report in one line that the disk of ``place`` is full or no longer there; ``after`` ends the line.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from zerojax.cli.options import read_options
-from zerojax.errors import ConfigurationError, file_errors
+from zerojax.errors import ConfigurationError, errors_at, file_errors
 from zerojax.interop.deepspeed import translate
 from zerojax.validation.untrusted import MAX_SETTINGS_CHARS, parse_json
 
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> None:
         )
     data = read_json(options.config)
     trainer = None if options.trainer_args is None else read_json(options.trainer_args)
-    try:
+    with errors_at(options.config):
         translation = translate(
             data,
             nodes=options.nodes,
@@ -51,8 +51,6 @@ def run(arguments: list[str]) -> None:
             batch_size=options.batch_size,
             trainer=trainer,
         )
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{options.config}: {error}") from error
     text = translation.toml(options.config.name)
     if options.out is None:
         print(text, end="")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, errors_at
 from zerojax.validation.bounds import check_scalars
 
 if TYPE_CHECKING:
@@ -293,7 +293,5 @@ def _check_experts(c: "GPTConfig") -> None:
         "no layer has experts: set experts = 0 and ffn, or change dense_layers or mlp_layers",
     )
     require(c.router_scale > 0, f"router_scale = {c.router_scale} must be above 0")
-    try:
+    with errors_at("[model] router_groups"):
         c.router_config.check(c.experts, c.experts_per_token)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"[model] router_groups: {error}") from error

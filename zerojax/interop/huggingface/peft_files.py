@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, errors_at
 from zerojax.interop.huggingface import peft_experts
 from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.families import Family, fitting
@@ -220,14 +220,12 @@ class Settings(NamedTuple):
         if len(parameters) < len(named):
             keys.only("target_parameters", *(f"{peft_experts.MODULE}.{x}" for x in peft_experts.PARAMETERS))
         keys.finish(f"{_MERGE}, as zerojax lacks these options")
-        try:
+        with errors_at(folder / CONFIG):
             lora = LoRA(**own)
             _check_patterns("rank", ranks, lora, int)
             _check_patterns("alpha", alphas, lora, int, float)
             if not all(isinstance(name, str) and name for name in saved):
                 raise ConfigurationError(f"modules_to_save = {short(saved)} should be names of modules")
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{folder / CONFIG}: {error}") from error
         factors = {pattern: float(x) for pattern, x in alphas.items()}
         return cls(lora, ranks, factors, bias, tuple(saved), parameters)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from zerojax.errors import errors_at
 from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import ChatTemplate, text_of_content
 from zerojax.run.data.examples import TOOLS, checked_messages, checked_tools
@@ -121,10 +122,8 @@ def _encode(
         return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
     messages = checked_messages(row[column], column, place)
     tools = checked_tools(row, place)
-    try:
+    with errors_at(place):
         text = template.render(messages, tools=tools, add_generation_prompt=True)
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from error
     return tokenizer.encode(encode_text(text, place)).astype(np.int32), text_of_content(
         messages[-1].get("content")
     )

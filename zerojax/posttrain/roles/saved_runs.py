@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, errors_at
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.config import RunConfig, saved_config
@@ -18,10 +18,8 @@ def saved_settings(path: str, key: str) -> RunConfig:
     Raises:
         ConfigurationError: there is none; the message names ``key``.
     """
-    try:
+    with errors_at(key):
         return saved_config(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{key}: {error}") from error
 
 
 def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume) -> RunConfig:

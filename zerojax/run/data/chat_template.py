@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from zerojax.errors import file_errors
+from zerojax.errors import errors_at, file_errors
 from zerojax.run.data import template_worker
 from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.tokenizer import SETTINGS, read_settings
@@ -350,10 +350,8 @@ class ChatTemplate:
         every = [
             common | {"messages": messages[:count], "add_generation_prompt": prompt} for count, prompt in cuts
         ]
-        try:
+        with errors_at(self.name):
             return _PROCESS.render(self.source, every)
-        except DataError as error:
-            raise DataError(f"{self.name}: {error}") from error
 
 
 def _starts(messages: Sequence[Message]) -> list[int]:

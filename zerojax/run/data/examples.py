@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Bool, UInt32
 
+from zerojax.errors import errors_at
 from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.formats import (
     DataError,
@@ -121,14 +122,12 @@ class Conversations:
         """
         messages = checked_messages(row[self.messages], self.messages, place)
         tools = checked_tools(row, place)
-        try:
+        with errors_at(place):
             if response is None:
                 text, targets = self.template.render_targets(messages, tools)
             else:
                 messages = [*messages, {"role": "assistant", "content": response}]
                 text, targets = self.template.render_response(messages, tools)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
         return Document(place, encode_text(text, place), targets)
 
     def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:

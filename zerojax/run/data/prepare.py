@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from zerojax import terminal
-from zerojax.errors import file_errors
+from zerojax.errors import errors_at, file_errors
 from zerojax.formatting import size
 from zerojax.run.config import DataSection, MixtureSource
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, load_template
@@ -287,10 +287,8 @@ def _encode(documents: list[Document], tokenizer: Tokenizer, examples: Examples)
         return examples.encode(tokenizer, documents)
     except DataError:
         for document in documents:  # find the faulty one, to name it
-            try:
+            with errors_at(document.place):
                 examples.encode(tokenizer, [document])
-            except DataError as error:
-                raise DataError(f"{document.place}: {error}") from error
         raise
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int64, UInt32
 
+from zerojax.errors import errors_at
 from zerojax.run.data.formats import DataError
 from zerojax.validation.untrusted import read_json_object, short
 
@@ -201,10 +202,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     settings = read_settings(path.with_name(SETTINGS))
     ends = (special_token(settings, role) for role in ("eos_token", "bos_token"))
     inner = read_inner(path)
-    try:
+    with errors_at(path):
         return BPETokenizer(inner, *ends)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
 
 
 @contextmanager
