@@ -77,9 +77,8 @@ class Timed(DeviceReplica):
 def main() -> None:
     """Arguments: HOST:PORT, device, token."""
     address, device, token = sys.argv[1:]
-    host, _, port = address.rpartition(":")
     replica = Timed(device)
-    Receiver(replica, host, int(port), token)
+    Receiver(replica, address, token)
     threading.current_thread().name = "engine"
     print(json.dumps({"listening": address}), flush=True)
     for _ in sys.stdin:

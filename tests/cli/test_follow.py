@@ -11,8 +11,8 @@ from zerojax.interop.engines.receiver.mirror import Mirror
 def test_a_receiver_gets_the_weights_of_a_run(gpt2_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(TOKEN, "a token of sixteen")
     mirror = Mirror(tmp_path / "mirror")
-    end = Receiver(mirror, "127.0.0.1", 0, "a token of sixteen")
-    assert main(["follow", str(gpt2_run.path), "--to", f"127.0.0.1:{end.port}", "--dtype", "fp32"]) == 0
+    end = Receiver(mirror, "127.0.0.1:0", "a token of sixteen")
+    assert main(["follow", str(gpt2_run.path), "--to", end.address, "--dtype", "fp32"]) == 0
     assert f"at step {mirror.version} of {gpt2_run.path}" in capsys.readouterr().out
     assert main(["export", str(gpt2_run.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     for file in ("config.json", "model.safetensors"):
@@ -36,9 +36,9 @@ def test_every_process_of_a_job_sends_its_shards(processes, gpt2_run, tmp_path, 
             return super().versions(pieces)
 
     shares, mirror = [], Watched(tmp_path / "mirror")
-    end = Receiver(mirror, "127.0.0.1", 0, "a token of sixteen")
+    end = Receiver(mirror, "127.0.0.1:0", "a token of sixteen")
     launch = ("launch", "--nodes", processes, "--devices-per-node", 1, "--platform", "cpu")
-    follow = ("follow", gpt2_run.path, "--to", f"127.0.0.1:{end.port}", "--flows", 1, "--dtype", "fp32")
+    follow = ("follow", gpt2_run.path, "--to", end.address, "--flows", 1, "--dtype", "fp32")
     done = zerojax(*launch, *follow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(sessions) == 1

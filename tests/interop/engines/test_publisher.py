@@ -57,9 +57,9 @@ def exported(run, state, out, how=None):
     return out
 
 
-def listening(folder, port=0, callbacks=()):
+def listening(folder, address="127.0.0.1:0", callbacks=()):
     mirror = Mirror(folder, callbacks)
-    return mirror, Receiver(mirror, "127.0.0.1", port, TOKEN)
+    return mirror, Receiver(mirror, address, TOKEN)
 
 
 def equal(one: Path, other: Path):
@@ -72,7 +72,7 @@ def equal(one: Path, other: Path):
 def test_mirrors_follow_and_resume(run, tmp_path):
     folder, config, state = run
     mirror, end = listening(tmp_path / "mirror")
-    address = f"127.0.0.1:{end.port}"
+    address = end.address
     sender = Publisher(state, config, folder, [address], token=TOKEN, flows=3)
     sender.publish(state, 10)
     assert sender.wait(10, 30), sender.errors
@@ -89,7 +89,7 @@ def test_mirrors_follow_and_resume(run, tmp_path):
     for version in range(15, 18):
         state = stepped(state, version)
         sender.publish(state, version)
-    mirror, end = listening(tmp_path / "mirror", end.port)
+    mirror, end = listening(tmp_path / "mirror", end.address)
     assert mirror.version == 14
     assert sender.wait(17, 30), sender.errors
     equal(current, exported(run, state, tmp_path / "17"))
@@ -102,7 +102,7 @@ def test_mirrors_follow_and_resume(run, tmp_path):
 def test_codes_and_scales_follow(run, size, tmp_path):
     (folder, config, state), how = run, FP8Blocks(size)
     mirror, end = listening(tmp_path / "mirror")
-    sender = Publisher(state, config, folder, [f"127.0.0.1:{end.port}"], token=TOKEN, how=how)
+    sender = Publisher(state, config, folder, [end.address], token=TOKEN, how=how)
     sent, out = 0, tmp_path
     for version in range(4):
         sender.publish(state, version)
@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_nan_on_the_engine(run, tmp_path):
     params[leaf.path] = jax.device_put(x, params[leaf.path].sharding)
     state = state.with_params(to_tree(params))
     _, end = listening(tmp_path / "mirror")
-    sender = Publisher(state, config, folder, [f"127.0.0.1:{end.port}"], token=TOKEN, how=how)
+    sender = Publisher(state, config, folder, [end.address], token=TOKEN, how=how)
     sender.publish(state, 0)
     assert sender.wait(0, 60), sender.errors
     codes = SafetensorFiles(tmp_path / "mirror/current").read("model.layers.0.self_attn.q_proj.weight")

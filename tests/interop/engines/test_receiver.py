@@ -18,7 +18,7 @@ from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
 from zerojax.interop.engines.receiver.__main__ import Post
-from zerojax.interop.engines.receiver.channel import Channel
+from zerojax.interop.engines.receiver.channel import Channel, split_address
 from zerojax.interop.engines.receiver.ends import Feed, Receiver
 from zerojax.interop.engines.receiver.manifest import Manifest
 from zerojax.interop.engines.receiver.mirror import Mirror
@@ -225,11 +225,11 @@ def test_a_job_that_sends_codes_to_an_engine_with_full_weights_is_refused(tmp_pa
 def test_strangers_are_refused_in_both_directions(tmp_path):
     mirror, source = Mirror(tmp_path), NumpySource()
     source.step()
-    end = Receiver(mirror, "127.0.0.1", 0, "the token of a job")
-    feed = Feed(source, f"127.0.0.1:{end.port}", "another token", 1)
+    end = Receiver(mirror, "127.0.0.1:0", "the token of a job")
+    feed = Feed(source, end.address, "another token", 1)
     assert not reached(feed, 0, 0.5)
     assert isinstance(feed.error, ConnectionError)
-    with socket.create_connection(("127.0.0.1", end.port)) as stranger:
+    with socket.create_connection(split_address(end.address)) as stranger:
         stranger.sendall(b"x" * 64)
         assert len(stranger.recv(1000)) == 32  # a challenge, and nothing else
         assert stranger.recv(1000) == b""
@@ -246,9 +246,9 @@ def test_strangers_are_refused_in_both_directions(tmp_path):
 
         threading.Thread(target=lure, daemon=True).start()
         with pytest.raises(ConnectionError, match="does not know"):
-            Channel.connect("127.0.0.1", false.getsockname()[1], "the token of a job")
+            Channel.connect(f"127.0.0.1:{false.getsockname()[1]}", "the token of a job")
     with pytest.raises(ValueError, match="can be reached by others"):
-        Receiver(mirror, "0.0.0.0", 0, "")
+        Receiver(mirror, "0.0.0.0:0", "")
 
 
 def test_a_frame_that_was_changed_or_repeated_is_refused():
@@ -277,12 +277,12 @@ def test_a_frame_that_was_changed_or_repeated_is_refused():
 
 def test_a_relay_forwards_and_a_later_job_takes_over(tmp_path):
     relay, leaf = Mirror(tmp_path / "relay"), Mirror(tmp_path / "leaf")
-    ends = [Receiver(mirror, "127.0.0.1", 0, "token") for mirror in (relay, leaf)]
-    behind = Feed(relay, f"127.0.0.1:{ends[1].port}", "token", 2)
+    ends = [Receiver(mirror, "127.0.0.1:0", "token") for mirror in (relay, leaf)]
+    behind = Feed(relay, ends[1].address, "token", 2)
     for session, last in (("1", 4), ("2", 2)):
         source = NumpySource(session, seed=last)
         source.step()
-        feed = Feed(source, f"127.0.0.1:{ends[0].port}", "token", 2)
+        feed = Feed(source, ends[0].address, "token", 2)
         for version in range(last):
             assert reached(feed, version)
             limit = time.monotonic() + 10

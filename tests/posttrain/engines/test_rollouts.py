@@ -180,8 +180,8 @@ def test_a_receiver_beside_an_engine_gets_what_has_changed(
 ) -> None:
     monkeypatch.setenv("ZEROJAX_JOB_TOKEN", "a secret of this test")
     mirror = Mirror(tmp_path / "mirror")
-    receiver = Receiver(mirror, "127.0.0.1", 0, "a secret of this test")
-    there = {"engine_receivers": [f"127.0.0.1:{receiver.port}"], "engine_folder": str(tmp_path / "mirror")}
+    receiver = Receiver(mirror, "127.0.0.1:0", "a secret of this test")
+    there = {"engine_receivers": [receiver.address], "engine_folder": str(tmp_path / "mirror")}
     settings = config(place, posttrain={"engines": [served.url], **there})
     post_train(GRPOTrainer, settings, tmp_path / "run", gpt2_run)
     receiver.close()
@@ -197,9 +197,9 @@ def test_engines_get_fp8_as_zerojax_export_writes_it(tmp_path: Path, monkeypatch
     begin_run(FIXTURES / "llama3", folder := RunFolder(tmp_path / "run"))
     read = replace(folder.read_config(), mesh=MeshSection(nodes=1, local=2))
     state = RunSetup(read).initial_state()
-    receiver = Receiver(Mirror(tmp_path / "mirror"), "127.0.0.1", 0, "a secret of this test")
+    receiver = Receiver(Mirror(tmp_path / "mirror"), "127.0.0.1:0", "a secret of this test")
     written = PosttrainSection(engines=("http://a:1",), engine_weights="fp8-blocks")
-    at, place = (f"127.0.0.1:{receiver.port}",), str(tmp_path / "mirror")
+    at, place = (receiver.address,), str(tmp_path / "mirror")
     found = list[bytes]()
     for settings in (written, replace(written, engine_receivers=at, engine_folder=place)):
         weights = weights_for_engines(replace(read, posttrain=settings), folder, state)

@@ -53,10 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     token = os.environ.get(TOKEN, "").strip()
     callbacks = [Post(options.post, options.body)] if options.post else []
     mirror = Mirror(options.mirror, [*callbacks, _print])
-    host, _, port = options.listen.rpartition(":")
-    receiver = Receiver(mirror, host.strip("[]"), int(port), token)
+    receiver = Receiver(mirror, options.listen, token)
     feeds = [Feed(mirror, address, token, options.flows) for address in options.relay]
-    print(f"listening at {host}:{receiver.port}, {len(feeds)} receivers behind", flush=True)
+    print(f"listening at {receiver.address}, {len(feeds)} receivers behind", flush=True)
     threading.Event().wait()
 
 

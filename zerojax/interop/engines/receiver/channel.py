@@ -22,6 +22,12 @@ _MESSAGE, _PATCH, _BLOB = 1, 2, 3
 _TAG = hashlib.sha256().digest_size
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Split "HOST:PORT"; an IPv6 address is in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 class Channel:
     """An authenticated connection: frames that nobody else can make, change, repeat or leave out.
 
@@ -37,18 +43,18 @@ class Channel:
         self._sent = self._received = 0
 
     @staticmethod
-    def connect(host: str, port: int, token: str) -> "Channel":
-        """Connect to a receiver.
+    def connect(address: str, token: str) -> "Channel":
+        """Connect to the receiver at HOST:PORT.
 
         Raises:
             OSError: it cannot be reached, or one of the two does not know the token.
         """
-        sock = socket.create_connection((host, port), _PATIENCE)
+        sock = socket.create_connection(split_address(address), _PATIENCE)
         try:
             theirs, ours = _read(sock, 32), secrets.token_bytes(32)
             sock.sendall(ours + _proof(token, b"sender", theirs, ours))
             if not hmac.compare_digest(_read(sock, _TAG), _proof(token, b"receiver", theirs, ours)):
-                raise ConnectionError(f"{host}:{port} does not know the job's token")
+                raise ConnectionError(f"{address} does not know the job's token")
             return Channel(sock, _proof(token, b"key", theirs, ours), (b"sender", b"receiver"))
         except BaseException:
             sock.close()

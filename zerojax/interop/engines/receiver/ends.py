@@ -7,7 +7,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from .channel import Channel
+from .channel import Channel, split_address
 from .manifest import Manifest
 from .mirror import Replica, Source
 from .patches import FULL, Patch, PatchError
@@ -24,18 +24,18 @@ class Receiver:
 
     Args:
         mirror: the replica.
-        host: the interface.
-        port: 0 for any free one.
+        address: HOST:PORT of the interface; port 0 is any free one.
         token: the job's secret. It may be empty only on a loopback interface.
 
     Attributes:
-        port: the port.
+        address: as given, with the port.
 
     Raises:
         ValueError: there is no token, and other hosts could connect.
     """
 
-    def __init__(self, mirror: Replica, host: str, port: int, token: str) -> None:
+    def __init__(self, mirror: Replica, address: str, token: str) -> None:
+        host, port = split_address(address)
         if not token and not _is_loopback(host):
             raise ValueError(
                 f"{host} can be reached by others, so a token is needed: set the job's token in {TOKEN}"
@@ -43,7 +43,7 @@ class Receiver:
         self._mirror, self._token = mirror, token
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, port), family=family, backlog=256)
-        self.port: int = self._listening.getsockname()[1]
+        self.address = f"{address.rpartition(':')[0]}:{self._listening.getsockname()[1]}"
         self._pending = threading.Semaphore(_PENDING)
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -164,8 +164,7 @@ class Feed:
     def _connect(self, index: int) -> None:
         session, manifest, pieces = self._source.description()
         share = pieces[index :: len(self._errors)]
-        host, _, port = self.address.rpartition(":")
-        channel = Channel.connect(host.strip("[]"), int(port), self._token)
+        channel = Channel.connect(self.address, self._token)
         try:
             digest = hashlib.sha256(manifest).hexdigest()
             response = channel.ask({"session": session, "manifest": digest, "pieces": share})

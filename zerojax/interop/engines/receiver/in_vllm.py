@@ -86,8 +86,7 @@ class Listening:
         self._turn = threading.Condition()
         self._holding, self._written, self._closed = False, FULL, False
         replica, token = DeviceReplica(self._begin, self._paused), os.environ.get(TOKEN, "").strip()
-        host, _, port = info.listen.rpartition(":")
-        self._receiver = Receiver(replica, host.strip("[]"), int(port), token)
+        self._receiver = Receiver(replica, info.listen, token)
 
     def hold(self, version: int, seconds: float) -> bool:
         """Let versions be written until ``version`` has been; returns False after ``seconds``."""
