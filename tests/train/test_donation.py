@@ -1,5 +1,7 @@
 """A step takes the memory of the state that it is given: what stays, and what says that it is gone."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,18 @@ def test_what_was_copied_out_of_a_state_stays(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, wanted[1])
     back = zerojax.gather_params(checkpoints.restore(Path(tmp_path, "0"), after))
     jax.tree.map(np.testing.assert_array_equal, back, wanted[1])
+
+
+def test_the_programs_of_a_state_go_with_it():
+    """JAX's caches would keep the spec, which has them, by the structure of an argument."""
+    (batch,) = CASE.batches(4, 1)
+    state = CASE.create(optax.sgd(0.1), nodes=1, local=2)
+    state, _ = zerojax.train_step(state, batch)
+    zerojax.eval_step(state, batch)
+    spec = weakref.ref(state.spec)
+    del state
+    gc.collect()
+    assert spec() is None
 
 
 @pytest.fixture(scope="module")

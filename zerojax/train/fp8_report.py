@@ -12,6 +12,7 @@ from zerojax.matmul import fp8
 from zerojax.sharding.mesh import NODE
 from zerojax.train.fields import Shards, on_devices
 from zerojax.train.pass_weights import masters_of, refreshed, with_scales
+from zerojax.train.spec import with_spec, without_spec
 from zerojax.train.state import TrainState, check_there
 from zerojax.weights import Weight
 
@@ -57,7 +58,8 @@ def fp8_metrics(state: TrainState) -> dict[str, Array]:
 
 def _dispatched(state: TrainState) -> dict[str, Fp8Loss]:
     check_there(state)
-    return state.spec.once("fp8 report", lambda: jax.jit(_losses))(state)
+    spec = state.spec
+    return spec.once("fp8 report", lambda: jax.jit(with_spec(spec, _losses)))(without_spec(state))
 
 
 def _losses(state: TrainState) -> dict[str, Fp8Loss]:

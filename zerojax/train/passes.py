@@ -40,7 +40,7 @@ from zerojax.train.fields import Shards
 from zerojax.train.loss_checks import ROW, Axes, check_program
 from zerojax.train.model_pass import ModelPass, Outcome, Placed, Sinks, Sums, mean_over
 from zerojax.train.pass_weights import ByPath, pass_weights
-from zerojax.train.spec import ParamGroup, TrainSpec
+from zerojax.train.spec import ParamGroup, TrainSpec, with_spec, without_spec
 
 _TRANSFORMED = (
     "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), or in "
@@ -82,12 +82,12 @@ def accumulate(
     rows, at = micro_batches(batch, zero.accumulate)
     first = batch if zero.passes == 1 else at([x[0] for x in rows])
     # Traced once for all micro-batches.
-    linearised = jax.jit(lambda model, *inputs: model.linearised(*inputs), inline=True)
+    linearised = jax.jit(with_spec(spec, ModelPass.linearised), inline=True)
 
     def begin(updating: Sequence[ParamGroup]) -> tuple[ModelPass, Outcome[Any]]:
         """The model, checked, and the shapes of a pass's outcome."""
         model = ModelPass(pass_weights(spec, shards, updating=updating), sinks, model_state, spec, rule)
-        traced = linearised.trace(model, first, mix(seed, 0))
+        traced = linearised.trace(without_spec(model), first, mix(seed, 0))
         check_program(model, first, traced)
         return model, traced.out_info[0]
 
@@ -104,7 +104,7 @@ def accumulate(
         model, shapes = begin(())
 
     def run(model: ModelPass, batch: Batch, seed: Seed) -> tuple[Outcome[Sums], Sinks]:
-        outcome, vjp = linearised(model, batch, seed)
+        outcome, vjp = linearised(without_spec(model), batch, seed)
         (grads,) = vjp(jnp.ones_like(outcome.results.loss))
         return outcome, grads
 
@@ -193,9 +193,9 @@ def _checked[T](
     def on_placed(model: ModelPass, batch: Batch, seed: Seed) -> tuple[Outcome[T]]:
         return (run(model, model.place(seed), batch, seed),)
 
-    program = jax.jit(on_placed, inline=True)
-    differing = check_program(model, batch, program.trace(model, batch, seed))
-    (outcome,) = program(model, batch, seed)
+    program = jax.jit(with_spec(spec, on_placed), inline=True)
+    differing = check_program(model, batch, program.trace(without_spec(model), batch, seed))
+    (outcome,) = program(without_spec(model), batch, seed)
     return outcome.results, differing.results
 
 

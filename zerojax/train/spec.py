@@ -1,10 +1,11 @@
 """The train spec, which stays the same for a run: the model, its layouts, and how parameters travel."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -265,3 +266,22 @@ class TrainSpec:
     def by_path(self, make: Callable[[ParamLayout], Any]) -> dict[Path, Any]:
         """``make(leaf)`` for each leaf, by path."""
         return {leaf.path: make(leaf) for leaf in self.leaves}
+
+
+def without_spec[T](x: T) -> T:
+    """A copy of a dataclass without its ``spec``.
+
+    JAX's caches keep the structure of what ``jax.jit`` is called with for as long as the process lives. With
+    the spec they would keep the compiled programs of a state that is gone.
+    """
+    return dataclasses.replace(cast(Any, x), spec=None)
+
+
+def with_spec[T](spec: TrainSpec, run: Callable[..., T]) -> Callable[..., T]:
+    """``run`` as a function of ``without_spec(x)`` in place of its first argument ``x``."""
+
+    @functools.wraps(run)
+    def on_bare(x: Any, *others: Any) -> T:
+        return run(dataclasses.replace(x, spec=spec), *others)
+
+    return on_bare

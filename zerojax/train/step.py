@@ -28,7 +28,7 @@ from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, place
 from zerojax.train.exchange import REPLICATED, Exchange, Metrics
 from zerojax.train.fields import Shards, abstract_fields, on_devices, shardings_of
 from zerojax.train.local_updates import FragmentExchange, reported, scalars_of
-from zerojax.train.spec import TrainSpec
+from zerojax.train.spec import TrainSpec, with_spec, without_spec
 from zerojax.train.state import TrainState, check_there, settled
 
 _Read = dict[str, PyTree[Array]]
@@ -85,7 +85,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     state = settled(state)
     following, metrics = one_at_a_time(spec.mesh, _compiled_step(spec)(*_without_read_fields(state), placed))
     spec.once(_SCALARS, lambda: scalars_of(metrics))
-    return following.replace(frozen=state.frozen), metrics
+    return dataclasses.replace(following, spec=spec, frozen=state.frozen), metrics
 
 
 def last_metrics(state: TrainState) -> Metrics:
@@ -145,7 +145,7 @@ def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) ->
     placed = place(spec, batch, 1)
     check_there(state)
     evaluate = _compiled(spec, _evaluate, (2,))
-    return one_at_a_time(spec.mesh, evaluate(state, placed, loss_fn or spec.loss_fn))
+    return one_at_a_time(spec.mesh, evaluate(without_spec(state), placed, loss_fn or spec.loss_fn))
 
 
 @places_arguments()
@@ -182,7 +182,8 @@ def predict_step[T: PyTree[Array]](
     check_adapters(spec, adapters=adapters)
     placed = place(spec, batch, 1)
     check_there(state)
-    found = one_at_a_time(spec.mesh, _compiled(spec, _predict, (2, 3))(state, placed, fn, adapters))
+    predict = _compiled(spec, _predict, (2, 3))
+    found = one_at_a_time(spec.mesh, predict(without_spec(state), placed, fn, adapters))
     return jax.tree.map(functools.partial(rows_once, spec), found)
 
 
@@ -231,7 +232,8 @@ def lower_train_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
 def lower_eval_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
     """The lowered evaluation; arguments as ``lower_train_step``."""
     spec = state.spec
-    return _compiled(spec, _evaluate, (2,)).lower(state, abstract_batch(spec, batch), spec.loss_fn)
+    evaluate = _compiled(spec, _evaluate, (2,))
+    return evaluate.lower(without_spec(state), abstract_batch(spec, batch), spec.loss_fn)
 
 
 def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
@@ -240,16 +242,16 @@ def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
 
 
 def _without_read_fields(state: TrainState) -> tuple[TrainState, _Read]:
-    """The state without the fields that a step only reads, which is donated; and these fields.
+    """The state without its spec and the fields that a step only reads, which is donated; and these fields.
 
     ``dataclasses.replace`` puts them back. ``TrainState.replace`` would drop replicas, as of other weights.
     """
     if state.spec.zero.weights_delta:
-        return state.replace(frozen={}), {"frozen": state.frozen}
+        return without_spec(state.replace(frozen={})), {"frozen": state.frozen}
     # At other stages every device has whole weights, and does not read the node's replica.
     replicas = state.replicas if state.spec.zero.stage == 3 else {}
     own = state.replace(frozen={}, replicas={}, current_replicas=bool(replicas))
-    return own, {"frozen": state.frozen, "replicas": replicas}
+    return without_spec(own), {"frozen": state.frozen, "replicas": replicas}
 
 
 @functools.cache
@@ -275,10 +277,13 @@ def _compiler_options(spec: TrainSpec) -> CompilerOptions:
 def _compiled(
     spec: TrainSpec, run: Callable[..., PyTree[Array]], static: tuple[int, ...] = ()
 ) -> jax.stages.Wrapped:
-    """The compiled function of a module-level function, whose ``static`` arguments are no arrays."""
+    """The compiled function of a module-level function and ``without_spec(state)``.
+
+    Its ``static`` arguments are no arrays.
+    """
 
     def make() -> jax.stages.Wrapped:
-        return jax.jit(run, static_argnums=static, compiler_options=_compiler_options(spec))
+        return jax.jit(with_spec(spec, run), static_argnums=static, compiler_options=_compiler_options(spec))
 
     return spec.once(run.__name__, make)
 
@@ -296,9 +301,9 @@ def _compiled_step(spec: TrainSpec) -> jax.stages.Wrapped:
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
         places: dict[str, Any] = shardings_of(fields) | {"frozen": {}}
-        state = TrainState(**places, spec=spec)
+        state = without_spec(TrainState(**places, spec=spec))
         return jax.jit(
-            _train,
+            with_spec(spec, _train),
             donate_argnums=0,
             out_shardings=(state, everyone),
             compiler_options=_compiler_options(spec),
@@ -330,7 +335,7 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     passed = exchange.passes(state, batch, in_backward=bool(spec.updated_in_backward))
     after, taken, figures = exchange.update(state, passed)
     fields, metrics = exchange.finish(state, passed, after, taken, figures)
-    return state.replace(step=state.step + 1, frozen={}, **fields), metrics
+    return without_spec(state.replace(step=state.step + 1, frozen={}, **fields)), metrics
 
 
 @_uncollected()
