@@ -275,7 +275,7 @@ class Groups(linen.Module):
 def test_a_parameter_is_a_pytree():
     def by_hand(weights: Any) -> jax.Array:
         inner, last = weights["Grouped_0"]["w"], weights["Dense_0"]
-        x = BATCH["x"] + jnp.tanh(BATCH["x"] @ inner["a"] + inner["b"]["0"]) * inner["b"]["1"]["0"]
+        x = BATCH["x"] + jnp.tanh(BATCH["x"] @ inner["a"] + inner["b"][0]) * inner["b"][1][0]
         return squared_error(lambda _: x @ last["kernel"] + last["bias"], BATCH)
 
     state = create(Groups(), (Grouped,))
@@ -283,6 +283,8 @@ def test_a_parameter_is_a_pytree():
     wanted, slopes = jax.jit(jax.value_and_grad(by_hand))(before)
     np.testing.assert_allclose(squared_error(zerojax.gather_model(state), BATCH), wanted, rtol=1e-5)
     moved = jax.tree.map(lambda x, slope: x - RATE * slope, before, slopes)
+    first, (second,) = moved["Grouped_0"]["w"]["b"]
+    moved["Grouped_0"]["w"]["b"] = {"0": first, "1": {"0": second}}  # in a state
     state, metrics = zerojax.train_step(state, BATCH)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
     assert distance(masters(state), moved) < 1e-6
