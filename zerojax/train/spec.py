@@ -271,7 +271,7 @@ class TrainSpec:
 def without_spec[T](x: T) -> T:
     """A copy of a dataclass without its ``spec``.
 
-    JAX's caches keep the structure of what ``jax.jit`` is called with for as long as the process lives. With
+    JAX's caches keep the structure of a jitted function's arguments for as long as the process lives. With
     the spec they would keep the compiled programs of a state that is gone.
     """
     return dataclasses.replace(cast(Any, x), spec=None)
