@@ -79,13 +79,27 @@ def test_a_failure_ends_the_others_and_is_named(capfd):
 
 def test_a_killed_process_is_noticed_before_it_has_ended(capfd, monkeypatch):
     """Freeing the memory of a GPU's process takes seconds."""
-    ended = threading.Event()
-    waitid = os.waitid
-    monkeypatch.setattr(os, "waitid", lambda *args: (ended.wait(60), waitid(*args)))
-    result, _ = run(shell("rank 0", "sleep 600"), shell("rank 1", "kill -9 $$"), lost=ended.set)
-    assert ended.is_set(), "told before"
+    lost, waitid, told = threading.Event(), os.waitid, list[bool]()
+    monkeypatch.setattr(os, "waitid", lambda *args: (told.append(lost.wait(10)), waitid(*args))[1])
+    result, _ = run(shell("rank 0", "sleep 600"), shell("rank 1", "kill -9 $$"), lost=lost.set)
+    assert told == [True, True], "told before"
     assert [(o.code, o.stopped) for o in result.outcomes] == [(128 + 15, True), (128 + 9, False)]
     assert capfd.readouterr().err == "zerojax: rank 1 ended with SIGKILL; ending the others\n"
+
+
+def test_a_process_that_is_dying_when_another_host_fails_is_at_fault(monkeypatch):
+    """Its watcher has not noticed it yet."""
+    watch = supervisor.Supervisor._watch
+
+    def late(self, index):
+        while not self._ends(index):
+            time.sleep(0.01)
+        self.events.put(("lost", 0))
+        watch(self, index)
+
+    monkeypatch.setattr(supervisor.Supervisor, "_watch", late)
+    result, _ = run(shell("rank 0", "sleep 60"), shell("rank 1", "kill -9 $$"))
+    assert [(one.code, one.stopped) for one in result.outcomes] == [(128 + 15, True), (128 + 9, False)]
 
 
 def test_a_thread_that_outlives_the_main_one_is_no_failure(capfd):

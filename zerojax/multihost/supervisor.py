@@ -26,6 +26,7 @@ from zerojax.multihost.preemption import JOIN, Requests
 _PATIENCE = 1.0
 # Linux has a folder here for each process.
 _PROCESSES = Path("/proc")
+_LISTS_PROCESSES = (_PROCESSES / "self").exists()
 # Seconds between looks whether a process is ending.
 _LOOK_EVERY = 0.05
 # A longer line is split into lines of this many bytes.
@@ -239,11 +240,15 @@ class Supervisor:
             return ("kill" if min(times) == self._deadline else "timeout"), 0
 
     def _tell(self, indices: set[int], number: int, *, limited: bool) -> None:
-        self._told |= indices
+        self._told |= {i for i in indices if not self._ends(i)}
         for i in indices:
             _signal(self._processes[i], number)
         if limited and self._deadline is None:
             self._deadline = time.monotonic() + self.grace
+
+    def _ends(self, index: int) -> bool:
+        """Whether a task has begun to end. Its watcher may not have reported that yet."""
+        return _LISTS_PROCESSES and _killed_by(self._processes[index].pid) is not None
 
     def _watch(self, index: int) -> None:
         """Report a task's end, in a separate thread. The main thread reaps it.
@@ -252,7 +257,7 @@ class Supervisor:
         signal has killed it is reported before.
         """
         pid = self._processes[index].pid
-        if (_PROCESSES / "self").exists():
+        if _LISTS_PROCESSES:
             while (killer := _killed_by(pid)) is None:
                 time.sleep(_LOOK_EVERY)
             if killer:
