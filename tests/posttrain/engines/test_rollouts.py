@@ -126,21 +126,26 @@ def test_one_rollout_ahead_is_made_beside_the_training_by_weights_one_rollout_ol
     assert abs(found[1]["importance"] - 1) > 1e-6
 
 
-def test_the_importance_of_a_token_multiplies_its_advantage(
-    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path
+@pytest.mark.parametrize(("cap", "largest"), [(1.5, 1.5), (0.0, 1.0)])
+def test_the_ratio_is_measured_from_the_engines_probability_and_begins_at_the_cap_at_most(
+    place: Path, served: HTTPEngine, gpt2_run: RunFolder, tmp_path: Path, cap: float, largest: float
 ) -> None:
-    settings = config(place, posttrain={"engines": [served.url], "importance_cap": 1.5})
+    settings = config(place, posttrain={"engines": [served.url], "importance_cap": cap})
     run = partial(GRPOTrainer.open, settings, RunFolder(tmp_path / "run"), init_from=gpt2_run.path)
     with run() as trainer:
         rollout = trainer.rollout(StopRequest())
-        rewards = np.arange(8.0, dtype=np.float32)
-        plain = trainer.with_advantages(rollout, rewards)["advantages"]
-        rollout.log_probs[:] -= np.log(1.25)
+        rollout.log_probs[:] -= np.log(1.25)  # the engine's weights are older than the run's
         rollout.log_probs[0] -= np.log(4.0)
-        found = trainer.with_advantages(rollout, rewards)["advantages"]
-    np.testing.assert_allclose(found[1:], 1.25 * plain[1:], rtol=1e-4)
-    np.testing.assert_allclose(found[0], 1.5 * plain[0], rtol=1e-4)
-    assert plain[0].any()
+        rollout.log_probs[1] += np.log(4.0)
+        rows = trainer.with_advantages(rollout, np.arange(8.0, dtype=np.float32))
+        batch = next(trainer.minibatches(rows))
+        metrics = trainer.measure(rollout, np.arange(8.0, dtype=np.float32), rows)
+    ratio, counted = np.exp(rows["log_probs"] - rows["old_log_probs"]), rows["mask"] > 0
+    for row, expected in ((0, largest), (1, 0.3125 if cap else 1), (2, min(1.25, largest))):
+        np.testing.assert_allclose(ratio[row][counted[row]], expected, rtol=1e-4)
+    assert metrics["importance"] == pytest.approx(ratio[counted].mean(), rel=1e-4)
+    assert metrics["mismatch"] > np.log(1.25)
+    assert {*batch} == {"tokens", "mask", "advantages", "old_log_probs"}
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

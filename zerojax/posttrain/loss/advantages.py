@@ -50,27 +50,23 @@ def group_advantages(
     return centred.reshape(-1)
 
 
-def importance_weights(
-    log_probs: Float32[np.ndarray, "rows time"],
-    engine_log_probs: Float32[np.ndarray, "rows time"],
-    mask: Float32[np.ndarray, "rows time"],
-    cap: float,
+def truncated_log_probs(
+    log_probs: Float32[np.ndarray, "rows time"], drawn: Float32[np.ndarray, "rows time"], cap: float
 ) -> Float32[np.ndarray, "rows time"]:
-    """Truncated importance weights of tokens that an engine has drawn: min(p / q, cap), 0 outside the mask.
+    """The log-probabilities of drawn tokens from which ``clipped_policy_loss`` measures its ratio.
 
-    p is the trainer's probability of a token, q the engine's, which computes in another way (Yao et al.,
-    2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). If its weights are older,
-    the weighted loss is the decoupled objective of Hilton et al. (2022, "Batch size-invariance for policy
-    optimization"). The truncation is by Ionides (2008, "Truncated Importance Sampling").
+    An engine draws a token with probability q, and the run gives it p. They differ by rounding, and by a step
+    if the engine's weights are older. The ratio begins at min(p / q, cap), a truncated importance weight
+    (Ionides, 2008; Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    The clip then counts from the policy that drew the token, as in PPO. So what the last step has already made
+    likelier is not pushed further. Counted from p (Hilton et al., 2022), runs one rollout ahead fail.
 
     Args:
         log_probs: log p, before the steps on these tokens.
-        engine_log_probs: log q.
-        mask: 1 for tokens that count.
-        cap: the largest weight; 0 makes all weights 1.
+        drawn: log q.
+        cap: the largest ratio to begin with; 0 measures from p, as if the run had drawn the tokens.
     """
-    ratio = np.exp(np.minimum(log_probs - engine_log_probs, np.log(cap))) if cap else 1.0
-    return mask * np.asarray(ratio, np.float32)
+    return np.maximum(drawn, log_probs - np.float32(np.log(cap))) if cap else log_probs
 
 
 def token_rewards(
@@ -84,12 +80,12 @@ def token_rewards(
 
     Args:
         earned: as ``Rollout.rewards_per_token`` returns it.
-        rows: have "mask", and with ``kl`` also "old_log_probs" and "reference_log_probs".
+        rows: have "mask", and with ``kl`` also "log_probs" and "reference_log_probs".
         kl: beta of the papers.
     """
     found = np.zeros_like(earned)
     if kl:
-        found -= kl * rows["mask"] * (rows["old_log_probs"] - rows["reference_log_probs"])
+        found -= kl * rows["mask"] * (rows["log_probs"] - rows["reference_log_probs"])
     return found + rows["mask"] * earned
 
 

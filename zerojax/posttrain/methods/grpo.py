@@ -22,8 +22,7 @@ class GRPOTrainer(PostTrainer):
             group_size=settings.completions,
             scale=settings.scale_advantages,
         )
-        weights = rows.get("importance", rows["mask"])
-        return rows | {"advantages": weights * np.asarray(advantages)[:, None]}
+        return rows | {"advantages": rows["mask"] * np.asarray(advantages)[:, None]}
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Metrics:
         """The metrics of a rollout, and the share of groups whose completions differ in reward."""

@@ -47,8 +47,6 @@ class PPOTrainer(PostTrainer):
             mean, variance = moments_over_processes(rows["advantages"], rows["mask"])
             normalized = (rows["advantages"] - mean) / (variance**0.5 + 1e-8)
             rows["advantages"] = rows["mask"] * normalized.astype(np.float32)
-        if "importance" in rows:
-            rows["advantages"] *= rows["importance"]
         return rows
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Metrics:
@@ -58,7 +56,7 @@ class PPOTrainer(PostTrainer):
         _, variance = moments_over_processes(rows["returns"], mask)
         means = {"score": (rewards, there), "reward": (rows["rewards"].sum(axis=1), there)}
         if self.reference is not None:
-            means["kl"] = (rows["old_log_probs"] - rows["reference_log_probs"], mask)
+            means["kl"] = (rows["log_probs"] - rows["reference_log_probs"], mask)
         explained = 1 - unexplained / max(variance, 1e-12)
         found = mean_over_processes(means) | {"explained_variance": explained}
         own = {name: jnp.float32(x) for name, x in found.items() if x is not None}

@@ -19,7 +19,7 @@ from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.engines.rollouts import EngineRollouts
-from zerojax.posttrain.loss.advantages import importance_weights
+from zerojax.posttrain.loss.advantages import truncated_log_probs
 from zerojax.posttrain.loss.objectives import log_probs_of, policy_loss
 from zerojax.posttrain.processes import Rows, any_process, mean_over_processes, predict_rows
 from zerojax.posttrain.roles.critic import NAME, Critic
@@ -215,18 +215,18 @@ class PostTrainer(OpenRun):
     def with_log_probs(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """The columns that all methods need, with a row for each completion of this process.
 
-        These are "tokens" as in ``Rollout``, "mask" with zeros for completions without a reward (NaN),
-        "old_log_probs" of the policy, "importance" if engines generate, and "reference_log_probs" if there is
-        a reference.
+        - "tokens" as in ``Rollout``, and "mask" with zeros for completions without a reward (NaN);
+        - "log_probs" of the run, and "old_log_probs", from which the loss measures its ratio;
+        - "reference_log_probs" if there is a reference.
         """
         counted = np.isfinite(rewards).astype(np.float32)
         rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
         log_probs = log_probs_of(self.config.posttrain)
         own = predict_rows(self.config, rows, partial(predict_step, self.state, fn=log_probs))
-        found = {"old_log_probs": own}
+        found = {"log_probs": own, "old_log_probs": own}
         if self.engines is not None:
             cap = self.config.posttrain.importance_cap
-            found["importance"] = importance_weights(own, rollout.log_probs, rows["mask"], cap)
+            found["old_log_probs"] = truncated_log_probs(own, rollout.log_probs, cap)
         if self.reference is not None:
             predict = partial(self.reference.log_probs, self.state, fn=log_probs)
             found["reference_log_probs"] = predict_rows(self.config, rows, predict)
@@ -240,8 +240,9 @@ class PostTrainer(OpenRun):
             rewards: one for each; NaN for lost completions.
             rows: the columns of ``with_log_probs``.
         """
-        there = np.isfinite(rewards)
+        there, counted = np.isfinite(rewards), rows["mask"] > 0
         every = np.ones_like(there)
+        importance = np.exp(rows["log_probs"] - rows["old_log_probs"])
         found = mean_over_processes(
             {
                 "reward": (rewards, there),
@@ -250,8 +251,8 @@ class PostTrainer(OpenRun):
                 "lost_rewards": (~there, every),
                 **({} if rollout.turns is None else {"turns": (rollout.turns, every)}),
                 **{f"reward_{name}": (x, there) for name, x in self.task.scorer.parts.items()},
-                "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
-                **({} if self.engines is None else {"importance": (rows["importance"], rows["mask"] > 0)}),
+                "mismatch": (np.abs(rows["log_probs"] - rollout.log_probs), counted),
+                **({} if self.engines is None else {"importance": (importance, counted)}),
             }
         )
         if rollout.version is not None:
@@ -259,11 +260,8 @@ class PostTrainer(OpenRun):
         return {name: jnp.float32(value) for name, value in found.items() if value is not None}
 
     def minibatches(self, rows: Rows) -> Iterator[Rows]:
-        """This process's rows of each batch: all rows once per epoch, in a new order each time.
-
-        The advantages already contain the column "importance".
-        """
-        train, rows = self.config.train, {name: x for name, x in rows.items() if name != "importance"}
+        """This process's rows of each batch: all rows once per epoch, in a new order each time."""
+        train, rows = self.config.train, {name: x for name, x in rows.items() if name != "log_probs"}
         size = train.batch_size // jax.process_count()
         for batch in minibatches(rows, size, self.config.posttrain.epochs, (train.seed, self.rollouts)):
             self.watchdog.step(self.step + 1)

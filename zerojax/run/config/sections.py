@@ -391,8 +391,8 @@ class PosttrainSection:
             fp8-blocks` does.
         rollouts_ahead: 1 lets engines generate the next rollout while the run trains on the last one, with
             weights that are one rollout old; 0 waits for the newest weights.
-        importance_cap: The largest factor of a token's loss with engines. The factor is the ratio of the
-            run's to the engine's probability of the token; 0 leaves it out.
+        importance_cap: With engines clip_low and clip_high count from the engine's probability of a token.
+            The ratio to it begins at importance_cap at most; 0 counts from the run's own probability.
         eval_prompts: Held-out prompts per evaluation, completed greedily; 0 is none.
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
