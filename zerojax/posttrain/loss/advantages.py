@@ -57,9 +57,9 @@ def truncated_log_probs(
 
     An engine draws a token with probability q, and the run gives it p. They differ by rounding, and by a step
     if the engine's weights are older. The ratio begins at min(p / q, cap), a truncated importance weight
-    (Ionides, 2008; Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
-    The clip then counts from the policy that drew the token, as in PPO. So what the last step has already made
-    likelier is not pushed further. Counted from p (Hilton et al., 2022), runs one rollout ahead fail.
+    (Ionides, 2008; Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training"). The clip then counts from the policy that drew the token, as in PPO. So what the last step has
+    already made likelier is not pushed further. Counted from p (Hilton et al., 2022), runs ahead fail.
 
     Args:
         log_probs: log p, before the steps on these tokens.
