@@ -1,6 +1,7 @@
 """zerojax.multihost.hosts: what the launchers of several hosts do next."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -286,13 +287,48 @@ def test_a_failure_here_ends_the_others(meet: Callable[..., Any]):
     waits.join()
 
 
-def test_another_launcher_takes_the_place_of_a_lost_one(meet: Callable[..., Any]):
+def test_a_host_that_is_lost_before_its_process_has_joined_ends_the_others(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hosts, "_BROKEN", 0.1)
+    leader, follower = meet(0, Plan(2, 1, 1, min_nodes=1)), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    follower.close()
+    assert leader.events.get(timeout=10) == ("lost", 0)
+    assert leader.next(ended(143, stopped=True)).cause == "host 1 was lost"
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_host_whose_connection_breaks_may_connect_again(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, joined: bool
+):
+    """Once all processes have joined, it may take as long as its processes run."""
+    monkeypatch.setattr(hosts, "_BROKEN", 0.1 if joined else 0.5)
+    leader, follower = meet(0, join_timeout=0.5 if joined else 20.0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    time.sleep(0.6 if joined else 0)
+    leader._do(cut_off(leader))
+    with pytest.raises(Empty):
+        leader.events.get(timeout=0.3 if joined else 0)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(follower.next, ended(0, first=1))
+        with pytest.raises(Empty):
+            leader.events.get(timeout=0.7)
+        assert leader.next(ended(0)) == waits.result(10) == 0
+
+
+def test_another_launcher_takes_the_place_of_a_lost_one(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hosts, "_BROKEN", 0.5)
     leader, follower = meet(0), meet(1)
     all_next((leader, FRESH), (follower, FRESH))
     follower.close()
     first, second = all_next((leader, ended(4)), (meet(1), FRESH))
     assert first.cause == second.cause == "host 1 was lost"
     assert (first.start.size, second.start.first) == (2, 1)
+    with pytest.raises(Empty):
+        leader.events.get(timeout=0.7)
 
 
 @pytest.mark.parametrize("left_out", [False, True])
@@ -322,11 +358,15 @@ def test_a_launcher_that_comes_later_joins_a_job_that_goes_on(
     assert (order.start.size, waits.result().start.first) == (2, 1)
 
 
+async def cut_off(leader: Leader) -> None:
+    for one in leader._others.values():
+        one.connection._writer.transport.abort()
+
+
 async def vanish(leader: Leader) -> None:
     """End a leader's connections, as if its process had been killed."""
     leader._listener.close()
-    for one in leader._others.values():
-        one.connection._writer.transport.abort()
+    await cut_off(leader)
 
 
 def test_another_leader_continues_the_job(meet: Callable[..., Any]):

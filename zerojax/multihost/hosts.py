@@ -368,6 +368,7 @@ class Leader(_Served):
         self._plan = plan
         self._others: dict[int, _Other] = {}
         self._began: set[int] = set()  # the hosts of the last start
+        self._joined_by = 0.0  # when its processes have joined, or have given up
         self._listener = Listener(place.token, self._serve)
         try:
             self._do(self._open())
@@ -402,6 +403,7 @@ class Leader(_Served):
         members = {host: Member(one.connection.address, one.report) for host, one in self._others.items()}
         orders = self._plan.orders({0: Member(self._place.host, report), **members})
         self._began, self.events = {*orders}, SimpleQueue()
+        self._joined_by = self._loop.time() + self._place.join_timeout
         for host, one in self._others.items():
             one.begun, one.ended = True, False
             one.connection.send("begin", order=asdict(orders[host]))
@@ -451,10 +453,18 @@ class Leader(_Served):
         else:
             if not ended:
                 self._plan.came(host)
-            self._others[host] = _Other(connection, report, ended)
+            other = self._others[host] = _Other(connection, report, ended)
             connection.keep_alive()
-            await self._receive(self._others[host])
+            await self._receive(other)
             del self._others[host]
+            if other.begun and not other.ended and self._loop.time() < self._joined_by:
+                self._loop.call_later(_BROKEN, self._lose, host, self._began)
+
+    def _lose(self, host: int, began: set[int]) -> None:
+        """End a start that lacks a host. Processes that have joined would notice its loss by themselves."""
+        one = self._others.get(host)
+        if began is self._began and not (one and one.ended):
+            self._tell_all("end")
 
     def _difference(self, theirs: Mapping[str, Any]) -> str:
         own = self._place.settings
