@@ -17,7 +17,7 @@ from engine_source import MANIFEST, NumpySource
 from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.receiver.__main__ import Post
+from zerojax.interop.engines.receiver.__main__ import Post, main
 from zerojax.interop.engines.receiver.channel import Channel, split_address
 from zerojax.interop.engines.receiver.ends import Feed, Receiver
 from zerojax.interop.engines.receiver.manifest import Manifest
@@ -352,3 +352,19 @@ def test_a_request_tells_the_engine_its_folder(tmp_path):
         server.shutdown()
     path = str((tmp_path / "current").resolve())
     assert got == [{"method": "reload_weights", "kwargs": {"weights_path": path}}]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--listen", "here"], "'here' is not HOST:PORT"),
+        (["--listen", "127.0.0.1:0", "--relay", "there:x"], "'there:x' is not HOST:PORT"),
+        (["--listen", "0.0.0.0:0"], "so a token is needed"),
+    ],
+)
+def test_an_address_that_is_none_or_open_to_strangers_is_refused_in_one_line(
+    options: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--mirror", str(tmp_path), *options])
+    assert line in capsys.readouterr().err.splitlines()[-1]

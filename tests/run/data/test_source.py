@@ -51,6 +51,17 @@ class TestPlainText:
     def test_a_glob_equals_its_folder(self, folder: Path) -> None:
         assert texts(folder / "*" / "doc*.txt") == texts(folder)
 
+    @pytest.mark.parametrize("word", ["word ", "ä", "x", "grüße "])
+    @pytest.mark.parametrize("count", [40, 9001])
+    def test_one_long_line_is_cut_after_spaces_or_between_characters(
+        self, tmp_path: Path, word: str, count: int
+    ) -> None:
+        (tmp_path / "one.txt").write_text(word * count)
+        pieces = texts(tmp_path / "one.txt")
+        assert "".join(pieces) == word * count
+        assert len(pieces) in (range(1, 6) if count == 40 else range(45, 66))
+        assert all(piece.endswith(word) for piece in pieces)
+
     def test_single_file_is_cut_at_line_ends(self, tmp_path: Path) -> None:
         text = "".join(f"line {i}\n" for i in range(1000))
         (tmp_path / "one.txt").write_text(text)

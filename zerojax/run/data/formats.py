@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import short
@@ -24,6 +24,7 @@ MAX_LINE_BYTES = 1 << 28
 
 _ROWS = 1024
 _PIECES = 64
+_LONGEST_WORD = 64
 _LINES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".zst")
 _COLUMNAR = (".parquet", ".arrow")
@@ -112,24 +113,39 @@ def read_rows(
 
 
 def cut_document(path: Path) -> Iterator[Document]:
-    """A single text file as about 64 documents, cut at line ends, so that some of them can be held out.
+    """A single text file as about 64 documents, so that some of them can be held out.
+
+    It is cut at line ends, and in a line that is longer than a document at spaces.
 
     Raises:
         DataError: it cannot be read.
     """
-    with _readable(path), path.open("rb") as lines:
+    with _readable(path), path.open("rb") as file:
         target = max(1, path.stat().st_size // _PIECES)
         piece: list[bytes] = []
-        first = size = 0
-        for number, line in enumerate(lines, 1):
-            first = first or number
+        number, first, size = 1, 1, 0
+        for line in _short_lines(file, target + _LONGEST_WORD):
             piece.append(line)
             size += len(line)
+            number += line.endswith(b"\n")
             if size >= target:
                 yield Document(f"{path}:{first}", b"".join(piece))
-                piece, first, size = [], 0, 0
+                piece, first, size = [], number, 0
         if piece:
             yield Document(f"{path}:{first}", b"".join(piece))
+
+
+def _short_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
+    """The file's lines. One of more than ``longest`` bytes is cut after a space, or between two characters."""
+    while line := file.readline(longest):
+        if len(line) == longest and not line.endswith(b"\n"):
+            starts = (
+                i for i in range(longest - 1, 0, -1) if line[i] & 0xC0 != 0x80
+            )  # of characters in UTF-8
+            end = line.rfind(b" ") + 1 or next(starts, longest)
+            file.seek(end - longest, os.SEEK_CUR)
+            line = line[:end]
+        yield line
 
 
 def _lines_suffix(path: Path) -> str | None:

@@ -34,7 +34,7 @@ def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -
     if least >= most:
         raise DataError(
             f"{where}a validation split needs two different documents, but there is "
-            f"{'one' if most >= 0 else 'none'}: bring more; a single file of text is cut at line ends"
+            f"{'one' if most >= 0 else 'none'}: bring more"
         )
     return least + 1 if least >= limit else most
 

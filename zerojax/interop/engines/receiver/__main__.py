@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     token = os.environ.get(TOKEN, "").strip()
     callbacks = [Post(options.post, options.body)] if options.post else []
     mirror = Mirror(options.mirror, [*callbacks, _print])
-    receiver = Receiver(mirror, options.listen, token)
-    feeds = [Feed(mirror, address, token, options.flows) for address in options.relay]
+    try:
+        feeds = [Feed(mirror, address, token, options.flows) for address in options.relay]
+        receiver = Receiver(mirror, options.listen, token)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     print(f"listening at {receiver.address}, {len(feeds)} receivers behind", flush=True)
     threading.Event().wait()
 

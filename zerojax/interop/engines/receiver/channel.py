@@ -23,8 +23,14 @@ _TAG = hashlib.sha256().digest_size
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split "HOST:PORT"; an IPv6 address is in brackets."""
+    """Split "HOST:PORT"; an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: it has no port.
+    """
     host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 
 

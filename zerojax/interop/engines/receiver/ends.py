@@ -125,9 +125,13 @@ class Feed:
     Attributes:
         address: as given.
         error: why a flow is not connected; None if all are.
+
+    Raises:
+        ValueError: the address has no port.
     """
 
     def __init__(self, source: Source, address: str, token: str, flows: int = 4) -> None:
+        split_address(address)  # a wrong one fails here, and not in each flow's thread
         self.address, self._source, self._token = address, source, token
         self._errors: list[BaseException | None] = [None] * flows
         self._serving = [FULL] * flows
