@@ -136,7 +136,7 @@ def cut_document(path: Path) -> Iterator[Document]:
 
 
 def _short_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
-    """The file's lines. One of more than ``longest`` bytes is cut after a space, or between two characters."""
+    """The file's lines; one of more than ``longest`` bytes is cut after a space or between two characters."""
     while line := file.readline(longest):
         if len(line) == longest and not line.endswith(b"\n"):
             starts = (
