@@ -1,5 +1,6 @@
 """zerojax.multihost.hosts: what the launchers of several hosts do next."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -238,9 +239,11 @@ def test_messages_that_are_no_reports_are_refused():
 
 
 @pytest.fixture
-def meet() -> Iterator[Callable[..., Any]]:
-    """Makes launchers that meet at one address; and closes them."""
+def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes launchers that meet at one address, and wait 20 seconds for each other; and closes them."""
     port, made = free_port(), list[Leader | Follower]()
+    run = asyncio.run_coroutine_threadsafe
+    monkeypatch.setattr(hosts._Served, "_do", lambda one, work: run(work, one._loop).result(20))
 
     def make(index: int, plan: Plan | None = None, **more: Any) -> Leader | Follower:
         standard: dict[str, Any] = {
