@@ -14,7 +14,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
 EXIT_DIVERGED = 3
-EXIT_PEER_LOST = 4  # another process of the run ended first: `zerojax launch` looks for the cause there
+EXIT_PEER_LOST = 4  # another process ended first, or never joined: `zerojax launch` looks for the cause there
 EXIT_STOPPED = 75  # sysexits.h's EX_TEMPFAIL: the same command, given again, resumes the run
 EXIT_INTERRUPTED = 130
 
@@ -72,10 +72,15 @@ class JobError(ZeroJaxError):
     """The processes of a job could not connect; the message says which is missing, or why."""
 
 
+class AbsentError(JobError):
+    """Other processes of a job did not join it, so this one is not at fault."""
+
+
 EXIT_CODES: dict[type[BaseException], int] = {
     ConfigurationError: EXIT_WRONG_USE,
     DivergedError: EXIT_DIVERGED,
     RunError: EXIT_FAILED,
+    AbsentError: EXIT_PEER_LOST,
     JobError: EXIT_FAILED,
     Stopped: EXIT_STOPPED,
     KeyboardInterrupt: EXIT_INTERRUPTED,

@@ -110,7 +110,7 @@ def joined(
         ConfigurationError: the first three arguments are incomplete or out of range. Or process 0 would
             listen where the others cannot reach it, or, without a token, where anybody can. Or its limit of
             open files is too low. Or tokens or facts differ.
-        JobError: process 0 cannot listen, or the others did not join in time.
+        JobError: process 0 cannot listen. Its subclass AbsentError: the others did not join in time.
     """
     found = find_job(coordinator, process_id, num_processes)
     if here := visible_gpus():

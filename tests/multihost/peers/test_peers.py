@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from joined_peers import join
 
-from zerojax.errors import JobError, ZeroError
+from zerojax.errors import EXIT_PEER_LOST, AbsentError, JobError, ZeroError, report
 from zerojax.multihost import peers
 from zerojax.multihost.distributed import free_port
 from zerojax.multihost.peers.coordinator import Heartbeat
@@ -46,14 +46,16 @@ def test_all_join_and_leave_together():
 
 def test_absent_ranks_are_named():
     errors = all_join((0, 4, {}), (2, 4, {}), join_timeout=3)
-    assert [type(error) for error in errors] == [JobError, JobError]
+    assert len(errors) == 2
     for error in errors:
+        assert isinstance(error, AbsentError)
+        assert report(error)[0] == EXIT_PEER_LOST, "a launcher looks for the cause elsewhere"
         assert "ranks 1, 3 of 4 did not join within 3 s" in str(error)
 
 
 def test_rank_0_is_absent():
     (error,) = all_join((1, 2, {}), join_timeout=0.1)
-    assert isinstance(error, JobError)
+    assert isinstance(error, AbsentError)
     assert "rank 0 did not respond at 127.0.0.1:" in str(error)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zerojax import terminal
-from zerojax.errors import EXIT_PEER_LOST, NO_RESTART, ConfigurationError, JobError
+from zerojax.errors import EXIT_PEER_LOST, NO_RESTART, AbsentError, ConfigurationError, JobError
 from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.coordinator import Coordinator
 from zerojax.multihost.peers.listener import reserve_files
@@ -41,7 +41,8 @@ class Peers:
     Raises:
         ConfigurationError: facts or tokens differ, a rank or the number of processes is wrong, or rank 0's
             limit of open files is too low.
-        JobError: rank 0 cannot listen, or some processes did not join in time. The message names them.
+        JobError: rank 0 cannot listen.
+        AbsentError: some processes did not join in time. The message names them.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Peers:
                 ) from error
         if failure := self._do(self._client.join(facts)):
             time.sleep(0.5)  # time for rank 0 to send it to the others
-            raise (ConfigurationError if failure.kind == "refused" else JobError)(failure.why)
+            raise (ConfigurationError if failure.kind == "refused" else AbsentError)(failure.why)
         if coordinator is None:
             self._do(self._client.serve_jax())
 
