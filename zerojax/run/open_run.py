@@ -110,11 +110,11 @@ class OpenRun(TrainLoop):
             copy=new.copy,
             say=self.log.say,
         )
+        self.clock = TrainingClock(start.record.seconds, minutes=saving.minutes)
         self.snapshots = new.snapshots
         if self.snapshots is not None:
             self.snapshots.say = self.log.say
-            self.snapshots.reserve(self.state)
-        self.clock = TrainingClock(start.record.seconds, minutes=saving.minutes)
+            self.snapshots.reserve(self.step, self.state, self.record())
         self.watchdog = make_watchdog(config.cluster, self.folder, peers)
         self.samples = (
             MetricsFile(self.folder.samples, start=start.step) if makes_samples and is_first() else None

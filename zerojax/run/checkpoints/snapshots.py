@@ -256,8 +256,8 @@ class Snapshots:
             self._intact[key] = one.generation.is_intact(one.files)
         return self._intact[key]
 
-    def reserve(self, state: TrainState) -> None:
-        """Make room for snapshots of a state; all processes call it together.
+    def reserve(self, step: int, state: TrainState, record: Record) -> None:
+        """Make room for snapshots of a state, which is of a step; all processes call it together.
 
         Raises:
             ConfigurationError: the host has no room, or no copies for other hosts can be made.
@@ -278,10 +278,16 @@ class Snapshots:
             )
         if self._memory.size != wanted:  # a new job, or another number of nodes
             jax.block_until_ready(_arrays(state))
+            dropped = self._memory.size > 0
             self._locks.close()
             self._memory.resize(arrays, count)
             self._worker.put(self._memory.touch)
             self._worker.put(self._lock)
+            if dropped:  # the snapshot from which this run continues, and would again
+                self.wait()
+                self._begun = time.monotonic()
+                last = self._memory.generations[self._oldest[-1]]
+                self._write(last, step, _arrays(state), record)
 
     def _check_copies(self, state: TrainState) -> None:
         if state.spec.zero.state_spread == "node":
