@@ -15,6 +15,7 @@ from durations import Meter, Reporter
 from environment import (
     check_platforms,
     forget_compiled,
+    partition_quickly,
     prepare,
     share_compiled,
     share_optimizers,
@@ -36,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("cost")
     if not config.getoption("numprocesses", None):  # else others run the tests, and this one imports nothing
         share_optimizers()
+        partition_quickly()
         for plugin in _PLUGINS:
             config.pluginmanager.import_plugin(plugin)
         if file:

@@ -27,6 +27,8 @@ _QUICK = {
     # The newer emitters set up MLIR's passes for each fusion, which takes most of a compile.
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_parallel_codegen_split_count": 1,
+    # XLA checks its own work after each group of passes.
+    "--xla_disable_hlo_passes": "hlo-verifier",
 }
 _compiled: dict[str, Any] = {}
 """The programs of this process, by JAX's key of each."""
@@ -61,6 +63,19 @@ def check_platforms() -> None:
             f"JAX_PLATFORMS={given} leaves out JAX's CPU devices, with which the tests compare the others. "
             f"Run JAX_PLATFORMS={given},cpu pytest -m gpu"
         )
+
+
+def partition_quickly() -> None:
+    """Let this process's programs for CPUs be partitioned by GSPMD.
+
+    Shardy translates each program into its own form and back, a fifth of the time to compile. Neither has
+    much to do: in ``shard_map`` over all axes a program says itself what each device does. Programs that the
+    tests start, and tests on GPUs, use Shardy as users do.
+    """
+    if os.environ["JAX_PLATFORMS"] == "cpu" and f"{_LEVEL}=0" in os.environ["XLA_FLAGS"]:
+        import jax  # not before the environment is prepared
+
+        jax.config.update("jax_use_shardy_partitioner", False)
 
 
 def share_compiled(folder: Path) -> None:
