@@ -40,7 +40,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted():
                 float(process.stderr.readline()) < 5
             )  # each may wait a little, all of them together may not
             text = b""
-            while b"line" not in text:
+            while b"line 1\n" not in text:  # so line 0 has left the queue, and there is room for another
                 text += os.read(reader, 1 << 16)
             process.stdin.close()
             while part := os.read(reader, 1 << 16):
