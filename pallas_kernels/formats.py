@@ -55,12 +55,17 @@ def check_block(fmt: str, n: int, block: int | None) -> None:
     _check_row(fmt, n, block)
 
 
+def is_block_size(size: int) -> bool:
+    """Whether so many elements can share a scale."""
+    return MIN_BLOCK <= size <= MAX_BLOCK and size & (size - 1) == 0
+
+
 def _check_row(fmt: str, n: int, block: int | None) -> None:
     if n < 1:
         raise ValueError(f"a payload row has {n} elements: give it at least one")
     if fmt in RAW:
         return
-    if block is None or not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
+    if block is None or not is_block_size(block):
         raise ValueError(
             f"block size {block} for {fmt}: it must be a power of two, {MIN_BLOCK} to {MAX_BLOCK}"
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from pallas_kernels.formats import is_block_size
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import MeshOptions, RunPath, read_options
 from zerojax.cli.trained import TrainedRun, as_stored, open_trained
@@ -33,7 +34,6 @@ from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.spelling import dtype_name
-from zerojax.zero_config.rules import is_block_size
 
 REPORT = "zerojax.json"
 

@@ -7,7 +7,7 @@ from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
-from pallas_kernels.formats import FORMATS, QUANTIZED, RAW
+from pallas_kernels.formats import FORMATS, QUANTIZED, RAW, is_block_size
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_scalars
 from zerojax.zero_config.options import HOST_STORES, LocalUpdates
@@ -29,11 +29,6 @@ def check_zero(zero: "ZeroConfig") -> None:
     rules = (_values, _formats, _stage, _gradients, _weights, _frozen, _local_updates, _host)
     for fault in chain.from_iterable(rule(zero) for rule in rules):
         raise ConfigurationError(fault)
-
-
-def is_block_size(size: int) -> bool:
-    """Whether so many elements can share a scale."""
-    return size & (size - 1) == 0 and 64 <= size <= 2048
 
 
 def _values(z: "ZeroConfig") -> Iterator[str]:

@@ -139,9 +139,8 @@ def _short_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
     """The file's lines; one of more than ``longest`` bytes is cut after a space or between two characters."""
     while line := file.readline(longest):
         if len(line) == longest and not line.endswith(b"\n"):
-            starts = (
-                i for i in range(longest - 1, 0, -1) if line[i] & 0xC0 != 0x80
-            )  # of characters in UTF-8
+            # Where characters start in UTF-8, the last one first.
+            starts = (i for i in range(longest - 1, 0, -1) if line[i] & 0xC0 != 0x80)
             end = line.rfind(b" ") + 1 or next(starts, longest)
             file.seek(end - longest, os.SEEK_CUR)
             line = line[:end]
