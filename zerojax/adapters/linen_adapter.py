@@ -22,8 +22,8 @@ from zerojax.adapters.linen_model import (
     InScope,
     UncreatedModel,
     Variables,
-    by_path,
     is_method,
+    variables_by_path,
 )
 from zerojax.adapters.loss import CONTEXT, LossContext, LossFn, call_loss
 from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
@@ -81,7 +81,7 @@ class LinenAdapter(Adapter):
         )
         self._axes = ((NODE, world.nodes), (LOCAL, world.local))
         _, self._created = self._trace(self._create, jax.random.key(0))
-        weights = by_path(self._created.get(PARAMS, {}))
+        weights = variables_by_path(self._created.get(PARAMS, {}))
         if not weights:
             raise ConfigurationError("loss_fn made no parameters: it must call the model it is given.")
         of_experts = {path for path, weight in weights.items() if isinstance(weight, ExpertBox)}
@@ -144,7 +144,9 @@ class LinenAdapter(Adapter):
     def nested[T](self, weights: Mapping[Path, T]) -> dict[str, PyTree[T]]:
         """See ``Adapter.nested``; the lists in a module's parameters stay lists."""
         params = meta.unbox(self._created[PARAMS])
-        return jax.tree.unflatten(jax.tree.structure(params), [weights[path] for path in by_path(params)])
+        return jax.tree.unflatten(
+            jax.tree.structure(params), [weights[path] for path in variables_by_path(params)]
+        )
 
     def _trace[*Args, T: PyTree[Array]](
         self, function: Callable[[*Args], T], *args: *Args
@@ -168,7 +170,7 @@ class LinenAdapter(Adapter):
             kinds = {cls for cls in self._units if isinstance(module, cls)}
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
             if kinds and outermost and any(is_method(cls, context) for cls in type(module).__mro__):
-                sliced = by_path(module.variables.get(PARAMS, {}))
+                sliced = variables_by_path(module.variables.get(PARAMS, {}))
                 own = {(*module.path, *path): x for path, x in sliced.items()}
                 stacks = {_stack("/".join(path), weights[path], x) for path, x in own.items()}
                 if len(stacks) > 1:
@@ -219,7 +221,7 @@ def _check_units(units: tuple[type, ...], found: Units, weights: Collection[Path
 def _split(variables: Variables) -> tuple[dict[Path, Array], dict[Path, Array]]:
     """The parameters by path, and the state that is kept between calls by path."""
     state = {name: value for name, value in variables.items() if name != PARAMS}
-    return by_path(meta.unbox(variables.get(PARAMS, {}))), by_path(state)
+    return variables_by_path(meta.unbox(variables.get(PARAMS, {}))), variables_by_path(state)
 
 
 def _stack(name: str, whole: Array, sliced: Array) -> tuple[int, ...]:

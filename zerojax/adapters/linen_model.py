@@ -22,7 +22,7 @@ from zerojax.adapters.roles import Box, ExpertBox
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import Arrays, Sharded, call_unit, is_sharded
 from zerojax.schedule.user_code import read_outside, translated_errors
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.param_tree import Path, by_path, from_tree, to_tree
 
 Variables = dict[str, PyTree[Array]]
 """A Linen model's variables, nested by module, by the names of their collections."""
@@ -262,12 +262,9 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def by_path(variables: PyTree) -> dict[Path, Any]:
+def variables_by_path(variables: PyTree) -> dict[Path, Any]:
     """Variables by path; a variable that holds a pytree counts as one for each leaf."""
-    found = jax.tree_util.tree_leaves_with_path(
-        variables, is_leaf=lambda x: isinstance(x, Sharded | ExpertBox)
-    )
-    return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in found}
+    return by_path(variables, lambda x: isinstance(x, Sharded | ExpertBox))
 
 
 def is_method(cls: type, context: InterceptorContext) -> bool:

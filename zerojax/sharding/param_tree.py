@@ -1,7 +1,9 @@
 """Paths to a model's leaves, their names, and trees of values by path."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+import jax
 from flax import traverse_util
 from jaxtyping import PyTree
 
@@ -51,3 +53,9 @@ def to_tree[T](values: Mapping[Path, T]) -> dict[str, PyTree[T]]:
 def from_tree(tree: Mapping[str, PyTree]) -> dict[Path, PyTree]:
     """Undo ``to_tree``."""
     return dict(traverse_util.flatten_dict(tree))
+
+
+def by_path(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> dict[Path, Any]:
+    """The leaves of any pytree by path; an index in a list is a part of a path, too."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in found}

@@ -12,14 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters.linen_model import by_path
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import merged
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored, without_place
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import NODE
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.param_tree import Path, by_path, from_tree, to_tree
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import copied, field_specs
 from zerojax.train.frozen import decode_frozen
