@@ -424,6 +424,28 @@ def test_no_snapshot_is_begun_in_vain(
     assert steps_in(memory) == []
 
 
+def test_processes_wait_for_the_log_before_they_write_a_snapshot(
+    text: Path, tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one could have a snapshot of steps whose lines process zero loses as it dies."""
+    logged, written, write = list[int](), list[int](), snapshots.Snapshots._write
+
+    def gather(value: Any) -> list[Any]:
+        logged.append(len(losses(tmp_path)))
+        return [value]
+
+    def write_once_logged(self: snapshots.Snapshots, generation: Generation, step: int, *more: Any) -> None:
+        written.append(step)
+        if logged.pop() == step:
+            write(self, generation, step, *more)
+
+    monkeypatch.setattr(snapshots, "gather_from_all", gather)
+    monkeypatch.setattr(snapshots.Snapshots, "_write", write_once_logged)
+    die(monkeypatch, memory, text, tmp_path, 7, checkpoint={"every": 0})
+    assert len(written) > 1
+    assert steps_in(memory) == written[:-3:-1]
+
+
 def test_each_part_of_an_array_is_copied_once():
     mesh = zerojax.make_mesh(1, 2)
     numbers = {name: np.arange(size).astype(np.int8) for name, size in {"a": 40, "b": 6}.items()}

@@ -320,8 +320,9 @@ class Snapshots:
     def take(self, step: int, state: TrainState, record: Record) -> None:
         """Start a snapshot of the state after a step, which has ended; all processes call it together.
 
-        Training continues when the arrays are copied on the devices. If there is no room for copies, or if
-        arrays are in host memory, it waits until all is written. It also waits while other hosts get copies.
+        Process zero has logged the steps. Training continues when the arrays are copied on the devices. If
+        there is no room for copies, or if arrays are in host memory, it waits until all is written. It also
+        waits while other hosts get copies.
 
         Raises:
             RunError: the snapshot before it could not be written.
@@ -333,6 +334,9 @@ class Snapshots:
         if first := self._beside_training is None:
             room = fit_beside_training([state]) and not any(map(in_host, arrays.values()))
             self._beside_training = all(gather_from_all(room))
+        # Process zero has logged the steps once it gathers. Without this wait another process could have a
+        # snapshot of steps whose lines process zero loses as it dies.
+        copies_are_due = any(gather_from_all(bool(self._copies) and self._copy_is_due))
         number = next(number for number in self._oldest if number != self._kept)
         generation = self._memory.generations[number]
         self._use(generation)
@@ -343,7 +347,7 @@ class Snapshots:
             self._write(generation, step, arrays, record)
         if not (first and self._beside_training):  # which compiles the copies
             self._pause = time.monotonic() - self._begun
-        if self._copies and any(gather_from_all(self._copy_is_due)):
+        if copies_are_due:
             self._copy_to_other_hosts(step, _arrays(state), record)
             self._kept = number
 
