@@ -113,7 +113,7 @@ def test_a_launcher_on_each_host_starts_its_part_of_a_job(capfd, monkeypatch):
         assert [*threads.map(of_host, range(3))] == [75, 75, 75]
     pattern = (
         r"\[rank (\d)\] --coordinator 127\.0\.0\.1:(\d+) --process-id \1 --num-processes 3 "
-        r"\['rank 1 was lost'\] 0\S+f"
+        r"\['lost rank 1'\] 0\S+f"
     )
     found = re.findall(pattern, capfd.readouterr().out)
     assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
@@ -182,7 +182,7 @@ def test_a_restart_is_told_when_a_process_was_lost(attempts, capfd):
         "if tries == 1: os.kill(os.getpid(), 9) if rank else time.sleep(600)\n"
         "lost, ended, cause = os.environ['ZEROJAX_LOST'].split(maxsplit=2)\n"
         "lost, ended = float(lost), float(ended)\n"
-        "assert cause == 'rank 1 was lost', cause\n"
+        "assert cause == 'lost rank 1', cause\n"
         "sys.stdout.write(f'{0 < lost < ended < time.monotonic()} {ended - lost:.1f}\\n')"
     )
     assert launch.launch(job(program(line), restarts=1)) == 0

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from micro_run import Stop, die_at, micro_config, train
 
+from zerojax.multihost.hosts import Cause, Event
 from zerojax.run.recovery import VARIABLE, Recovery
 
 
 def test_each_phase_has_its_seconds() -> None:
     times = iter((15.0, 16.0, 19.0, 19.5))
-    recovery = Recovery(noticed=10.0, ended=11.0, cause="rank 1 was lost", clock=lambda: next(times))
+    recovery = Recovery(
+        noticed=10.0, ended=11.0, cause=Cause(Event.LOST, "rank 1"), clock=lambda: next(times)
+    )
     recovery.end("to start")
     recovery.end("to open the run")
     assert [recovery.is_new(step, reached=5) for step in (4, 5, 6)] == [False, False, True]
@@ -23,7 +26,7 @@ def test_each_phase_has_its_seconds() -> None:
 
 
 def test_without_steps_to_repeat_the_first_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "10.0 12.5 rank 1, rank 2 was lost")
+    monkeypatch.setenv(VARIABLE, "10.0 12.5 lost rank 1, rank 2")
     recovery = Recovery.find()
     assert recovery is not None
     assert recovery.is_new(1, reached=0)
@@ -40,7 +43,7 @@ def test_a_restart_is_logged_and_recorded(
         with pytest.raises(Stop):
             train(micro_config(text), tmp_path)
     now = time.monotonic()
-    monkeypatch.setenv(VARIABLE, f"{now - 9} {now - 8} rank 1 was lost")
+    monkeypatch.setenv(VARIABLE, f"{now - 9} {now - 8} lost rank 1")
     train(micro_config(text), tmp_path)
     *_, session = json.loads((tmp_path / "run.json").read_text())["sessions"]
     first = ["to end the others", "to start and join", "to restore the state", "to open the run"]

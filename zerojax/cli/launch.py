@@ -123,7 +123,7 @@ def launch(job: Job) -> int:
         kept = stack.enter_context(closing(_Kept(job)))
         report, lost = Report(kept.ports()), time.monotonic()
         while isinstance(order := launchers.next(report), Order):
-            restart = {recovery.VARIABLE: f"{lost} {time.monotonic()} {order.cause}"} if order.cause else {}
+            restart = recovery.variable(lost, order.cause) if order.cause else {}
             result = Supervisor(
                 kept.tasks(order.start, restart),
                 job.grace,

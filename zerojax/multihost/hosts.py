@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -64,6 +65,29 @@ class Start:
     size: int
 
 
+class Event(StrEnum):
+    """Why all processes of a start have ended."""
+
+    LOST = "lost"
+    ARRIVED = "arrived"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a start has ended: as text, "rank 1 was lost" or "host 1 arrived".
+
+    Attributes:
+        event: what has happened.
+        who: the hosts or ranks.
+    """
+
+    event: Event
+    who: str
+
+    def __str__(self) -> str:
+        return f"{self.who} was lost" if self.event is Event.LOST else f"{self.who} arrived"
+
+
 @dataclass(frozen=True)
 class Order:
     """What a host does next: a start, and the one after it, for processes that stand by.
@@ -71,12 +95,12 @@ class Order:
     Attributes:
         start: now.
         following: after a failure; None if the job is not restarted.
-        cause: why the start before has ended, as in "rank 1 was lost"; "" at the first start.
+        cause: why the start before has ended; None at the first start.
     """
 
     start: Start
     following: Start | None
-    cause: str = ""
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +128,7 @@ class Report:
 def parsed[T](kind: type[T], message: Any) -> T | None:
     """A received message as an object; None if it is invalid."""
     try:
-        return dacite.from_dict(kind, message, dacite.Config(cast=[tuple], strict=True))
+        return dacite.from_dict(kind, message, dacite.Config(cast=[tuple, Event], strict=True))
     except (dacite.DaciteError, AttributeError, TypeError):
         return None
 
@@ -165,25 +189,36 @@ class Plan:
         self._joined: set[int] = set()  # hosts that the start before lacked
         self._trial_ends = 0.0
         self._following: dict[int, Start] = {}
-        self._cause = ""
+        self._cause: Cause | None = None
 
     def after(self, reports: Mapping[int, Report]) -> int | None:
         """The job's exit code if it ends now, else None. A host without a report is lost."""
         result = self._result(reports)
         gone = {host for host, count in self._counts.items() if count} - reports.keys()
-        if result.code == EXIT_STOPPED and self._asked and not (gone or result.signals):
+        if self._asked and result.code == EXIT_STOPPED and not (gone or result.signals):
             self._left += 1  # for a failure of the hosts that join
-            self._cause = f"{_names(self._asked)} arrived"
-            return None
-        on_trial = self._joined if time.monotonic() < self._trial_ends else set[int]()
-        goes_on = {EXIT_STOPPED: self._asked, EXIT_WRONG_USE: on_trial}.get(result.code)
-        ends = result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) and not goes_on
-        if ends or result.signals or not self._left:
+            self._cause = Cause(Event.ARRIVED, _names(self._asked))
+        elif result.signals or not self._left or self._is_final(result):
             return result.code
-        self._gone |= gone
-        # The loss of hosts is why the others ended.
-        self._restart_without(tuple(f"host {host}" for host in sorted(gone or on_trial)) or result.failed)
+        else:
+            self._gone |= gone
+            # The loss of hosts is why the others ended.
+            blamed = tuple(f"host {host}" for host in sorted(gone or self._on_trial))
+            self._restart_without(blamed or result.failed)
         return None
+
+    def _is_final(self, result: Result) -> bool:
+        """Whether a job that has ended in this way would not go on if it started again."""
+        if result.code == EXIT_STOPPED:  # on request, unless this was because of a host
+            return not (self._asked or all(one.stopped for one in result.outcomes))
+        if result.code == EXIT_WRONG_USE:  # of the hosts that were here before, unless a new one differs
+            return not self._on_trial
+        return result.code in (EXIT_OK, *NO_RESTART)
+
+    @property
+    def _on_trial(self) -> set[int]:
+        """Hosts that have joined, and leave again if the job fails now."""
+        return self._joined if time.monotonic() < self._trial_ends else set()
 
     def _result(self, reports: Mapping[int, Report]) -> Result:
         """How a start ended. Processes that have saved for a host do not count beside others."""
@@ -195,7 +230,7 @@ class Plan:
     def _restart_without(self, failed: Sequence[str]) -> None:
         """Use a restart, for the hosts or ranks that remain if others may be left out."""
         self._left -= 1
-        self._cause = printable(f"{', '.join(failed) or 'a process'} was lost", SHORT)
+        self._cause = Cause(Event.LOST, printable(", ".join(failed) or "a process", SHORT))
         if self._least is not None:
             self._leave_out({*failed}, self._least)
         now = sum(self._counts.values())
@@ -203,7 +238,7 @@ class Plan:
 
     def continue_after(self, lost: str) -> None:
         """Let the first start continue a job whose leader was lost."""
-        self._cause = f"{lost} was lost"
+        self._cause = Cause(Event.LOST, lost)
 
     def came(self, host: int) -> None:
         """Note a new launcher of a host; the one before it is lost, if there was one."""

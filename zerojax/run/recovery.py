@@ -5,10 +5,18 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from zerojax.multihost.hosts import Cause, Event
+
 VARIABLE = "ZEROJAX_LOST"
 """When the cause was noticed and when all had ended, in seconds of the host's monotonic clock, and the cause:
-"12.5 13.0 rank 1 was lost" or "... host 1 arrived".
+"12.5 13.0 lost rank 1" or "12.5 13.0 arrived host 1".
 """
+_FIRST = {Event.LOST: "to end the others", Event.ARRIVED: "until all had saved"}
+
+
+def variable(noticed: float, cause: Cause) -> dict[str, str]:
+    """The environment variable of a restart that begins now."""
+    return {VARIABLE: f"{noticed} {time.monotonic()} {cause.event} {cause.who}"}
 
 
 class Recovery:
@@ -19,11 +27,10 @@ class Recovery:
     """
 
     def __init__(
-        self, noticed: float, ended: float, cause: str, clock: Callable[[], float] = time.monotonic
+        self, noticed: float, ended: float, cause: Cause, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._cause = cause
-        first = "to end the others" if cause.endswith("lost") else "until all had saved"
-        self.seconds = {first: ended - noticed}
+        self.seconds = {_FIRST[cause.event]: ended - noticed}
         self._last, self._clock = ended, clock
         self._steps = 0
 
@@ -32,8 +39,8 @@ class Recovery:
         """The restart that has started this process; None if none has. Later calls return None."""
         if (found := os.environ.pop(VARIABLE, None)) is None:
             return None
-        noticed, ended, cause = found.split(maxsplit=2)
-        return cls(float(noticed), float(ended), cause)
+        noticed, ended, event, who = found.split(maxsplit=3)
+        return cls(float(noticed), float(ended), Cause(Event(event), who))
 
     def end(self, phase: str) -> None:
         """End a phase, which began with the end of the last one."""

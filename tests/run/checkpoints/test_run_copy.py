@@ -161,7 +161,7 @@ def test_a_run_continues_on_another_host_and_mesh(
     assert copy_of(there).steps() == [6]
 
     bucket.status = 503
-    monkeypatch.setenv("ZEROJAX_LOST", "1 2 rank 1 was lost")  # a restart does not need the store
+    monkeypatch.setenv("ZEROJAX_LOST", "1 2 lost rank 1")  # a restart does not need the store
 
     def fail() -> None:
         with TrainRun.open(settings, RunFolder(there)):
@@ -186,7 +186,7 @@ def test_a_wrong_store_is_refused_before_anything_starts(
     )
     bucket.status = 503
     assert main([*run, "s3://bucket/run"]) == 1
-    monkeypatch.setenv("ZEROJAX_LOST", "1 2 rank 1 was lost")
+    monkeypatch.setenv("ZEROJAX_LOST", "1 2 lost rank 1")
     read_run(Options, "train", [*run[1:], "s3://bucket/run"])  # a restart may continue from memory
     assert main([*run, "runs/a"]) == 2
     assert main(["checkpoints", str(tmp_path / "a"), "--fetch", "runs/a"]) == 2

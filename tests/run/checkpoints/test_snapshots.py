@@ -64,7 +64,7 @@ def die(
     wait_for_workers(others)  # a process that dies would have no thread left
     monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0 0 0")
     now = time.monotonic()
-    monkeypatch.setenv(recovery.VARIABLE, f"{now} {now} rank 0 was lost")
+    monkeypatch.setenv(recovery.VARIABLE, f"{now} {now} lost rank 0")
 
 
 def steps_in(descriptor: int) -> list[int]:
