@@ -323,23 +323,78 @@ def test_a_host_that_is_lost_before_its_process_has_joined_ends_the_others(
     assert str(leader.next(ended(143, stopped=True)).cause) == "host 1 was lost"
 
 
+@pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_host_whose_connection_breaks_may_connect_again(
-    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, joined: bool
+def test_launchers_connect_again_while_their_processes_run(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, joined: bool, side: int
 ):
-    """Once all processes have joined, it may take as long as its processes run."""
-    monkeypatch.setattr(hosts, "_BROKEN", 0.1 if joined else 0.5)
-    leader, follower = meet(0, join_timeout=0.5 if joined else 20.0), meet(1)
+    monkeypatch.setattr(hosts, "_BROKEN", 0.7)
+    both = meet(0, join_timeout=0.5 if joined else 20.0), meet(1, join_timeout=0.5 if joined else 20.0)
+    leader, follower = both
     all_next((leader, FRESH), (follower, FRESH))
     time.sleep(0.6 if joined else 0)
-    leader._do(cut_off(leader))
-    with pytest.raises(Empty):
-        leader.events.get(timeout=0.3 if joined else 0)
-    with ThreadPoolExecutor(1) as threads:
-        waits = threads.submit(follower.next, ended(0, first=1))
+    both[side]._do(cut_off(both[side]))
+    for one in both:
         with pytest.raises(Empty):
-            leader.events.get(timeout=0.7)
-        assert leader.next(ended(0)) == waits.result(10) == 0
+            one.events.get(timeout=0.8)
+    failed = threading.Thread(target=leader.next, args=(ended(1),))
+    failed.start()
+    assert follower.events.get(timeout=10) == ("lost", 0)
+    assert str(follower.next(ended(143, first=1, stopped=True)).cause) == "rank 0 was lost"
+    failed.join()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_processes_end_if_the_leader_is_lost_before_they_have_joined(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, joined: bool
+):
+    """Later they would notice that by themselves."""
+    monkeypatch.setattr(hosts, "_BROKEN", 0.1)
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    monkeypatch.setattr(follower._loop, "time", lambda: time.monotonic() + (20.0 if joined else 0.0))
+    leader._do(vanish(leader))
+    if joined:
+        with pytest.raises(Empty):
+            follower.events.get(timeout=0.5)
+        waits = threading.Thread(target=meet(0).next, args=(FRESH,))
+        waits.start()
+        assert follower.events.get(timeout=10) == ("lost", 0), "another leader starts the job again"
+        assert str(follower.next(ended(4, first=1)).cause) == "host 0 was lost"
+        waits.join()
+    else:
+        assert follower.events.get(timeout=10) == ("lost", 0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "start", "response"),
+    [("runs", "", "here"), ("runs", "another:1", "over"), ("new", "", "busy"), ("ended", "", "busy")],
+)
+def test_a_second_connection_of_a_host(meet: Callable[..., Any], stage: str, start: str, response: str):
+    """The first one may have broken unnoticed. The host proves that it is the same by its start."""
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    before = leader._others[1]
+
+    async def connect() -> Any:
+        connection = await handshake.reach("127.0.0.1", leader._place.port, leader._place.token)
+        assert connection is not None
+        start_of = {"start": start or follower._start}
+        connection.send("host", **(follower._hello | {"stage": stage} | start_of))
+        try:
+            return await connection.receive(), leader._others[1] is before
+        finally:
+            await connection.close()
+
+    assert leader._do(connect()) == ({"say": response}, response != "here")
+
+
+def test_the_job_ends_although_a_process_here_still_runs(meet: Callable[..., Any]):
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    leader.close()
+    assert follower.events.get(timeout=10) == ("lost", 0)
+    assert follower.next(ended(143, first=1, stopped=True)) == 1
 
 
 def test_another_launcher_takes_the_place_of_a_lost_one(
@@ -383,9 +438,11 @@ def test_a_launcher_that_comes_later_joins_a_job_that_goes_on(
     assert (order.start.size, waits.result().start.first) == (2, 1)
 
 
-async def cut_off(leader: Leader) -> None:
-    for one in leader._others.values():
-        one.connection._writer.transport.abort()
+async def cut_off(one: Leader | Follower) -> None:
+    found = [one._connection] if isinstance(one, Follower) else [x.connection for x in one._others.values()]
+    for connection in found:
+        assert connection is not None
+        connection._writer.transport.abort()
 
 
 async def vanish(leader: Leader) -> None:

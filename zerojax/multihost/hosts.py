@@ -13,10 +13,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import dacite
 
@@ -403,6 +404,7 @@ class Leader(_Served):
         self._plan = plan
         self._others: dict[int, _Other] = {}
         self._began: set[int] = set()  # the hosts of the last start
+        self._coordinator = ""  # of the last start
         self._joined_by = 0.0  # when its processes have joined, or have given up
         self._listener = Listener(place.token, self._serve)
         try:
@@ -438,6 +440,7 @@ class Leader(_Served):
         members = {host: Member(one.connection.address, one.report) for host, one in self._others.items()}
         orders = self._plan.orders({0: Member(self._place.host, report), **members})
         self._began, self.events = {*orders}, SimpleQueue()
+        self._coordinator = orders[0].start.coordinator
         self._joined_by = self._loop.time() + self._place.join_timeout
         for host, one in self._others.items():
             one.begun, one.ended = True, False
@@ -475,7 +478,13 @@ class Leader(_Served):
     async def _serve(self, connection: Connection, hello: Message) -> None:
         """Serve the launcher of another host until its connection ends."""
         match hello:
-            case {"say": "host", "host": int(host), "settings": dict(settings), "ended": bool(ended)}:
+            case {
+                "say": "host",
+                "host": int(host),
+                "settings": dict(settings),
+                "stage": stage,
+                "start": start,
+            }:
                 report = parsed(Report, hello.get("report"))
             case _:
                 return
@@ -483,22 +492,32 @@ class Leader(_Served):
             connection.send("refused", why=f"host {host}: there are hosts 1 to {self._place.hosts - 1}")
         elif why := self._difference(settings):
             connection.send("refused", why=f"host {host} {why}")
-        elif host in self._others:  # or was here a moment ago, and its connection has broken unnoticed
-            connection.send("busy")
+        elif stage == "runs" and start != self._coordinator:
+            connection.send("over")
+        elif stage != "runs" and host in self._others:
+            connection.send("busy")  # or it was here a moment ago, and its connection has broken unnoticed
         else:
-            if not ended:
+            if stage == "new":
                 self._plan.came(host)
-            other = self._others[host] = _Other(connection, report, ended)
+            if broken := self._others.pop(host, None):
+                await broken.connection.close()
             connection.keep_alive()
-            await self._receive(other)
+            connection.send("here")
+            await self._stay(host, _Other(connection, report, stage == "ended", stage == "runs"))
+
+    async def _stay(self, host: int, other: _Other) -> None:
+        """Serve the launcher of another host that is here."""
+        self._others[host] = other
+        await self._receive(other)
+        if self._others.get(host) is other:
             del self._others[host]
-            if other.begun and not other.ended and self._loop.time() < self._joined_by:
-                self._loop.call_later(_BROKEN, self._lose, host, self._began)
+        if other.begun and not other.ended and self._loop.time() < self._joined_by:
+            self._loop.call_later(_BROKEN, self._lose, host, self._began)
 
     def _lose(self, host: int, began: set[int]) -> None:
         """End a start that lacks a host. Processes that have joined would notice its loss by themselves."""
         one = self._others.get(host)
-        if began is self._began and not (one and one.ended):
+        if began is self._began and not (one and (one.begun or one.ended)):
             self._tell_all("end")
 
     def _difference(self, theirs: Mapping[str, Any]) -> str:
@@ -539,50 +558,95 @@ class Follower(_Served):
         super().__init__(place)
         self._connection: Connection | None = None
         self._inbox = asyncio.Queue[Message | None]()
-        self._begun = False
+        self._hello: Message = {}
+        self._start = ""  # the coordinator of the last start
+        self._watching: asyncio.Task[None] | None = None
 
     async def _next(self, report: Report) -> Order | int:
-        limit = self._loop.time() + self._place.join_timeout
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        self._introduce("ended" if self._start else "new", report)
         if self._connection is not None:
             self._connection.send("report", report=asdict(report))
-        while True:
-            if self._connection is None:
-                self._connection = await self._join(report, limit)
-            match await self._inbox.get():
-                case {"say": "begin", "order": order} if found := parsed(Order, order):
-                    self._begun = True
-                    return found
-                case {"say": "exit", "code": int(code)}:
-                    return code
-                case {"say": "refused", "why": str(why)}:
-                    raise ConfigurationError(printable(why))
-                case {"say": "busy"}:
-                    await asyncio.sleep(1)
-                case _:  # the connection has ended
-                    logger.warning("the launcher of host 0 is lost; waiting for another")
-                    limit = self._loop.time() + self._place.join_timeout
-            self._connection = None
-
-    async def _join(self, report: Report, limit: float) -> Connection:
-        """Connect to the leader, once there is one."""
-        place = self._place
         try:
-            async with asyncio.timeout_at(limit):
-                connection = await reach(place.host, place.port, place.token)
+            message = await self._hear(self._place.join_timeout)
         except TimeoutError:
+            place = self._place
             raise JobError(
                 f"the launcher of host 0 did not admit this host at {place.host}:{place.port} within "
                 f"{place.join_timeout:g} s. Is it started, can this host reach it, and has no other launcher "
                 f"the index {place.index}?"
             ) from None
+        match message:
+            case {"say": "begin", "order": order} if found := parsed(Order, order):
+                self._start = found.start.coordinator
+                self._introduce("runs", report)
+                self._watching = asyncio.create_task(self._watch())
+                return found
+            case {"say": "exit", "code": int(code)}:
+                return code
+            case {"why": str(why)}:
+                raise ConfigurationError(printable(why))
+        raise JobError("the launcher of host 0 has sent an invalid message: are the versions equal?")
+
+    def _introduce(self, stage: Literal["new", "runs", "ended"], report: Report) -> None:
+        """Set what this host says when it connects."""
+        about = {"settings": dict(self._place.settings), "report": asdict(report)}
+        self._hello = {"host": self._place.index, "stage": stage, "start": self._start, **about}
+
+    async def _watch(self) -> None:
+        """End this host's processes if the leader continues without them.
+
+        Also if the leader is lost before they have joined each other. Later they notice that themselves.
+        """
+        joined_by, message = self._loop.time() + self._place.join_timeout, None
+        while message is None:
+            with suppress(TimeoutError, ConfigurationError):
+                message = await self._hear(_BROKEN)
+            if self._loop.time() < joined_by:
+                break
+        self.events.put(("lost", 0))
+        if message is not None and message["say"] == "exit":
+            self._inbox.put_nowait(message)
+        else:
+            self._connection = None
+
+    async def _hear(self, patience: float) -> Message:
+        """The leader's next message. Connects to it, once there is one, also if the connection has broken.
+
+        Raises:
+            ConfigurationError: it does not know the job's token.
+            TimeoutError: this has taken more seconds than ``patience``.
+        """
+        limit = self._loop.time() + patience
+        while True:
+            if self._connection is None:
+                async with asyncio.timeout_at(limit):
+                    self._connection = await self._join()
+            match await self._inbox.get():
+                case {"say": "here"}:
+                    continue
+                case {"say": "busy"}:
+                    await asyncio.sleep(1)
+                case None:
+                    logger.warning("the connection to the launcher of host 0 has ended; connecting again")
+                    limit = self._loop.time() + patience
+                case message:
+                    return message
+            self._connection = None
+
+    async def _join(self) -> Connection:
+        """Connect to the leader, once there is one."""
+        place = self._place
+        connection = await reach(place.host, place.port, place.token)
         if connection is None:
             raise ConfigurationError(
                 f"the server at {place.host}:{place.port} does not know this launcher's token: the hosts of "
                 f"a job need the same {VARIABLE} (docs/clusters.md, Who can join)"
             )
         connection.keep_alive()
-        more = {"settings": dict(place.settings), "report": asdict(report)}
-        connection.send("host", host=place.index, ended=self._begun, **more)
+        connection.send("host", **self._hello)
         self._inbox = asyncio.Queue()
         self._reader = asyncio.ensure_future(self._read(connection, self._inbox))
         return connection
@@ -595,9 +659,13 @@ class Follower(_Served):
             if message["say"] == "begin":
                 self.events = SimpleQueue()
             inbox.put_nowait(message)
+            if message["say"] == "exit":
+                return
         inbox.put_nowait(None)
         await connection.close()
 
     async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._connection is not None:
             await self._connection.close()
