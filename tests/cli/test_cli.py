@@ -220,6 +220,9 @@ def test_a_boolean_is_spelled_as_in_toml(config: Path, word: str, value: bool) -
         (["sample", "nowhere"], "nowhere is not a run folder"),
         (["eval", "nowhere"], "nowhere is not a run folder"),
         (["eval", "n" * 300], "n/config.toml: File name too long"),
+        (["report", "RUN"], "RUN/metrics.jsonl: Is a directory"),
+        (["train", "CONFIG", "--run-dir", "lost"], "lost is a link to nothing"),
+        (["overlap", "RUN/config.toml"], "RUN/config.toml: it has no event of a device"),
     ],
 )
 def test_wrong_use_is_reported_in_one_line(
@@ -231,6 +234,9 @@ def test_wrong_use_is_reported_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("RUN", "metrics.jsonl").mkdir(parents=True)
+    Path("RUN", "config.toml").touch()
+    Path("lost").symlink_to("nowhere")
     given = [str(config) if word == "CONFIG" else word for word in arguments]
     try:
         code = main(given)

@@ -86,6 +86,8 @@ def test_what_cannot_be_predicted_is_refused(batch):
         zerojax.predict_step(state, batch, lambda model, batch: model.hidden(batch["tokens"][:, :-1]).sum())
     with pytest.raises(ZeroError, match="not a positive multiple of 4"):
         zerojax.predict_step(state, {"tokens": batch["tokens"][:6]}, outputs)
+    with pytest.raises(ZeroError, match="fn returned 'str' among its results"):
+        zerojax.predict_step(state, batch, lambda model, batch: outputs(model, batch) | {"name": "x"})
 
 
 def test_a_unit_is_not_read_outside_of_its_call(batch):

@@ -322,6 +322,7 @@ def test_linen_models_that_cannot_be_split():
         ),
         (lambda m, b: (squared_error(m, b), {"each": m(b["x"])}), "scalars.* it has 'each'. State that"),
         (lambda m, b: (squared_error(m, b), {"a": {"b": 1.0}}), "aux must be a dict of scalars"),
+        (lambda m, b: (squared_error(m, b), {"name": "x"}), "aux must be a dict of scalars"),
         (lambda m, b: (squared_error(m, b), {1: 1.0}), "aux must be a dict of scalars by name.* has 1"),
         (lambda m, b: (squared_error(m, b), {"loss": 1.0}), "aux has 'loss' in it, which is a metric"),
     ],

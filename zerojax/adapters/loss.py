@@ -3,9 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -111,9 +112,17 @@ def call_loss(
     return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}
 
 
-def _is_metric(name: object, value: ArrayLike) -> bool:
+def _is_metric(name: object, value: object) -> bool:
     """Whether it is a scalar with a name, by which metrics are sorted."""
-    return isinstance(name, str) and jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+    return isinstance(name, str) and is_array(value) and jnp.shape(value) == ()
+
+
+def is_array(x: object) -> TypeGuard[ArrayLike]:
+    """Whether JAX accepts it as an array: numbers, too, but no text."""
+    with suppress(TypeError):
+        jax.typeof(x)
+        return True
+    return False
 
 
 def world_sum[T: PyTree[Array]](x: T) -> T:

@@ -58,6 +58,9 @@ COMMANDS = {
     "doctor": ("zerojax.cli.doctor", "show devices, versions and kernels, and suggest a mesh and preset"),
 }
 
+# The system's errors about any path that the user names, or below it.
+_OF_PATHS = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM)
+
 # Beginnings of the names of JAX's debugging and experimental options that zerojax's own models or optax
 # cannot run under.
 _DEBUGGING = (
@@ -125,7 +128,7 @@ def _main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # of any path that the user names
+        if error.errno not in _OF_PATHS:
             raise
         return report(ConfigurationError(f"{error.filename}: {error.strerror}"))[0]
 

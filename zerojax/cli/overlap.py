@@ -8,6 +8,7 @@ import tyro
 
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
 from zerojax.cli.options import read_options
+from zerojax.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -25,4 +26,7 @@ def run(arguments: list[str]) -> None:
     """Read the trace and print a table by hop."""
     options = read_options(Options, "overlap", arguments)
     path = options.trace if options.trace.is_file() else trace_files(options.trace)[-1]
-    print(measure_overlap(read_events(path)))
+    events = read_events(path)
+    if not events:
+        raise ConfigurationError(f"{path}: it has no event of a device. Trace steps that have been compiled")
+    print(measure_overlap(events))

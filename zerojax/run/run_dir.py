@@ -95,10 +95,12 @@ class RunFolder:
         """Refuse a path that cannot be a run's folder; writes nothing."""
         check_checkpoint_path(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):
-            there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+            places = (self.path, *self.path.absolute().parents)
+            there = next(place for place in places if place.exists() or place.is_symlink())
         if not there.is_dir():
+            found = "a file" if there.exists() else "a link to nothing"
             raise ConfigurationError(
-                f"{self.path}: cannot create the run folder: {there} is a file: choose another --run-dir"
+                f"{self.path}: cannot create the run folder: {there} is {found}: choose another --run-dir"
             )
 
     def create(self) -> None:

@@ -64,10 +64,10 @@ class BatchRun(OpenRun):
         return last
 
     def report(self, values: Mapping[str, Any], words: str) -> None:
-        """Draw the loss curve, record a finished run's values in run.json, and print ``words``."""
+        """Record a finished run's values in run.json, draw the loss curve, and print ``words``."""
         if is_first():
-            draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
             self.folder.update_summary(status="finished", step=self.step, skipped=self.log.skipped, **values)
+            draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
         self.log.say(f"{words}; the run is in {self.folder.path}, its curve in {self.folder.curve.name}")
 
 

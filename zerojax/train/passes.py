@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import ModelState
+from zerojax.adapters.loss import is_array
 from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, as_encoded, as_floats
@@ -158,7 +159,7 @@ def predict[T: PyTree[Array]](
     """
 
     def call(model: ModelPass, placed: Placed, batch: Batch, seed: Seed) -> Outcome[T]:
-        _, result = model.call(placed, batch, seed, lambda bound, batch, _: fn(bound, batch))
+        _, result = model.call(placed, batch, seed, lambda bound, batch, _: _arrays(fn(bound, batch)))
         return Outcome(result, {}, {}, [], {})
 
     result, differing = _checked(spec, shards, batch, call, adapters=adapters)
@@ -175,6 +176,16 @@ def predict[T: PyTree[Array]](
                 f"predict_step: fn returned an array of shape {jnp.shape(x)} for a batch of {max(rows)} rows "
                 "a device: the leading axis of each result is the batch."
             )
+    return result
+
+
+def _arrays[T: PyTree[Array]](result: T) -> T:
+    """Refuse results of ``predict_step``'s function that are no arrays."""
+    if other := [x for x in jax.tree.leaves(result) if not is_array(x)]:
+        raise ConfigurationError(
+            f"predict_step: fn returned {type(other[0]).__name__!r} among its results: return a pytree of "
+            "arrays, whose leading axis is the batch."
+        )
     return result
 
 
