@@ -1,5 +1,6 @@
 """The command line: help, errors, exit codes, and whole runs in separate processes."""
 
+import gc
 import importlib
 import io
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import time
 import tomllib
 from pathlib import Path
 from typing import cast
@@ -246,6 +248,21 @@ def test_wrong_use_is_reported_in_one_line(
     assert code == 2
     assert message in " ".join(seen.split())
     assert "Traceback" not in seen
+
+
+def test_an_interrupt_that_the_garbage_collector_ignores_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        gc.callbacks.remove(interrupt)
+        raise KeyboardInterrupt
+
+    def collect() -> None:
+        gc.callbacks.append(interrupt)
+        gc.collect()
+        time.sleep(10)
+
+    monkeypatch.setattr(sys, "unraisablehook", cli._repeat_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        collect()
 
 
 def test_a_line_is_written_at_once() -> None:

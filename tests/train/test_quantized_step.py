@@ -282,7 +282,8 @@ def test_no_weight_or_gradient_crosses_nodes_wider_than_asked():
 
 
 @pytest.mark.parametrize(
-    "preset", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "zero++")), "delta"]
+    "preset",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "zero++")), "delta", "local"],
 )
 def test_a_step_promotes_no_ranks_for_the_user(preset):
     """``jax_numpy_rank_promotion="raise"`` finds the user's own, and none of zerojax's."""

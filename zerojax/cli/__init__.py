@@ -9,7 +9,9 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -88,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _main(list(arguments))
     _prepare_streams()
+    sys.unraisablehook = _repeat_interrupt
     try:
         code = _main(sys.argv[1:])
     except Exception as error:
@@ -176,6 +179,17 @@ def _prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             errors = "replace" if stream.errors == "strict" else stream.errors
             stream.reconfigure(line_buffering=True, write_through=False, errors=errors)
+
+
+def _repeat_interrupt(ignored: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interrupt that Python has ignored, because it arrived in a callback of its garbage collector.
+
+    JAX has such a callback, and a Ctrl-C in it would have no effect.
+    """
+    if isinstance(ignored.exc_value, KeyboardInterrupt):
+        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def _usage() -> str:

@@ -126,8 +126,8 @@ class Fragments:
         _, row = self._rows(index)
         place: Int32[Array, "owners count block"] = (
             owner[:, None, None] * leaf.shard
-            + row[:, None] * self.change.block
-            + jnp.arange(self.change.block)
+            + row[None, :, None] * self.change.block
+            + jnp.arange(self.change.block)[None, None]
         )
         return jnp.where(leaf.element_at(place.reshape(-1)) < leaf.size, fragment, 0)
 
