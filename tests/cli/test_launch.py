@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from zerojax.cli import launch
 from zerojax.errors import ZeroError
+from zerojax.multihost import snapshot_memory
 from zerojax.multihost.distributed import free_port
+from zerojax.multihost.hosts import Order, Start
 from zerojax.sharding import host_memory
 
 pytestmark = pytest.mark.alone
@@ -272,6 +275,35 @@ def test_wrong_use_is_not_retried(attempts):
     assert starts() == [2]
 
 
+def test_a_program_is_compiled_once_for_each_number_of_nodes(monkeypatch):
+    """Their processes get no memory of the job's snapshots, and leave it as it is."""
+    begun, ended = [], []
+
+    class Process:
+        def __init__(self, command, env, pass_fds, after, value="1"):
+            self.about = command[-1], value
+            begun.append((*self.about, len(pass_fds), snapshot_memory.VARIABLE in env))
+
+        def close(self):
+            ended.append(self.about)
+
+    monkeypatch.setattr(launch, "Standby", Process)
+    options = {"restarts": 9, "min_nodes": 1, "compile_ahead": True}
+    kept = launch._Kept(launch.Job(["a"], 3, 1, "cpu", **options))
+    start, fewer, last = (Start("localhost:1", 0, nodes, nodes) for nodes in (3, 2, 1))
+    with closing(kept):
+        kept.tasks(start, {})
+        files = [*kept._files]
+        kept.prepare_for(Order(start, None, fewer=fewer))
+        kept.prepare_for(Order(start, None, fewer=fewer))
+        assert begun == [("2", "compile", 0, False)] * 2
+        kept.prepare_for(Order(fewer, None, fewer=last))
+        assert kept._files == files
+        assert begun[2:] == [("1", "compile", 0, False)]
+        kept.prepare_for(Order(last, None))
+        assert ended == [("2", "compile")] * 2 + [("1", "compile")]
+
+
 def test_continues_with_the_remaining_nodes(attempts):
     program, starts = attempts
     line = "sys.exit(1) if rank == count - 1 and count > 1 else time.sleep(0.5 if count == 1 else 60)"
@@ -323,6 +355,7 @@ def test_the_command_line_becomes_a_job():
         ({"copy_seconds": -1.0}, "copy_seconds must be"),
         ({"copy_seconds": 5.0}, "set --restarts"),
         ({"copy_seconds": 5.0, "restarts": 1}, "one host has no other"),
+        ({"compile_ahead": True, "restarts": 1}, "set --restarts and --min-nodes"),
         ({"nodes": 0}, "at least 1"),
         ({"host": 1}, "--coordinator, --host, --hosts belong together: only --host given"),
         ({"host": 2, "hosts": 2, "coordinator": "a:1"}, "processes are 0 to 1"),

@@ -31,13 +31,13 @@ from zerojax.multihost.hosts import (
 from zerojax.multihost.peers import handshake
 from zerojax.multihost.supervisor import Outcome
 
-FRESH = Report((1, 2))
+FRESH = Report((1, 2, 5))
 
 
 def ended(*codes: int, first: int = 0, stopped: bool = False, stands_by: bool = False) -> Report:
     """A report of a host's processes, which have these exit codes."""
     outcomes = (Outcome(f"rank {first + number}", code, stopped) for number, code in enumerate(codes))
-    return Report((3, 4), tuple(outcomes), stands_by=stands_by)
+    return Report((3, 4, 6), tuple(outcomes), stands_by=stands_by)
 
 
 def starts(plan: Plan, *reports: Report) -> list[tuple[str, int, int, int]]:
@@ -62,6 +62,23 @@ def test_processes_that_stand_by_begin_if_all_hosts_have_them():
     assert starts(plan, stand, stand)[0][0] == "host0:2"
     assert plan.after({0: ended(1), 1: ended(4, first=1)}) is None
     assert starts(plan, stand, ended(4))[0][0] == "host0:3"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "least", "wanted"),
+    [
+        (1, 1, [(0, 2, 3), (2, 1, 3)]),
+        (0, 1, [None, None]),  # no start follows
+        (1, 4, [None, None]),
+    ],
+)
+def test_one_node_of_the_last_host_is_left_out_ahead(restarts: int, least: int, wanted: list[Any]):
+    plan = Plan(2, 2, restarts, min_nodes=least, ahead=True)
+    orders = plan.orders({0: Member("host0", FRESH), 1: Member("host1", FRESH)})
+    fewer = [order.fewer for order in orders.values()]
+    assert [one and (one.first, one.count, one.size) for one in fewer] == wanted
+    assert {one.coordinator for one in fewer if one is not None} <= {"host0:5"}
+    assert [order.start.size for order in orders.values()] == [4, 4]
 
 
 def test_the_last_start_has_none_after_it():
@@ -183,7 +200,7 @@ def test_a_host_that_joined_long_ago_is_as_the_others(monkeypatch: pytest.Monkey
     follows = ended(4, stopped=True)
     assert plan.after({0: ended(1), 1: follows, 2: follows}) is None
     assert [order.start.count for order in all_three(plan, ended(4))] == [0, 1, 1]
-    assert plan.after({0: Report((1, 2)), 1: ended(2), 2: follows}) == 2
+    assert plan.after({0: Report((1, 2, 5)), 1: ended(2), 2: follows}) == 2
 
 
 @pytest.mark.parametrize("code", [0, 3, 75])
@@ -221,6 +238,13 @@ def test_a_job_whose_processes_were_told_to_end_for_a_lost_host_starts_again():
     )
 
 
+def test_a_host_that_is_lost_while_the_others_save_is_left_out():
+    plan = without_host_1(restarts=2)
+    plan.ask({1, 2})
+    assert plan.after({0: ended(75)}) is None
+    assert str(plan.orders({0: Member("host0", FRESH)})[0].cause) == "host 2 was lost"
+
+
 def test_programs_that_may_not_save_are_not_asked():
     plan = without_host_1(saves=False)
     assert plan.ask({1, 2}) == set()
@@ -239,7 +263,7 @@ def test_processes_that_stand_by_for_more_nodes_do_not_begin():
 def test_the_node_that_failed_is_left_out():
     plan = Plan(2, 2, restarts=1, min_nodes=1)
     starts(plan, FRESH, FRESH)
-    other = Report((3, 4), (Outcome("rank 2", 4, True), Outcome("rank 3", 1, False)))
+    other = Report((3, 4, 6), (Outcome("rank 2", 4, True), Outcome("rank 3", 1, False)))
     assert plan.after({0: ended(4, 4, stopped=True), 1: other}) is None
     assert [count for _, _, count, _ in starts(plan, ended(4), ended(4))] == [2, 1]
 
@@ -256,7 +280,7 @@ def test_messages_that_are_no_reports_are_refused():
     assert parsed(Report, {**asdict(report)}) == report
     order = Order(Start("a:1", 0, 1, 2), None, Cause(Event.LOST, "host 1"))
     assert parsed(Order, json.loads(json.dumps(asdict(order)))) == order
-    for wrong in (None, [], {}, {"ports": [1]}, {"ports": ["a", 2]}, asdict(report) | {"more": 1}):
+    for wrong in (None, [], {}, {"ports": [1]}, {"ports": ["a", 2, 3]}, asdict(report) | {"more": 1}):
         assert parsed(Report, wrong) is None
 
 
@@ -312,15 +336,32 @@ def test_a_failure_here_ends_the_others(meet: Callable[..., Any]):
     waits.join()
 
 
+@pytest.mark.parametrize("replaced", [False, True])
 def test_a_host_that_is_lost_before_its_process_has_joined_ends_the_others(
-    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, replaced: bool
 ):
     monkeypatch.setattr(hosts, "_BROKEN", 0.1)
     leader, follower = meet(0, Plan(2, 1, 1, min_nodes=1)), meet(1)
     all_next((leader, FRESH), (follower, FRESH))
     follower.close()
-    assert leader.events.get(timeout=10) == ("lost", 0)
-    assert str(leader.next(ended(143, stopped=True)).cause) == "host 1 was lost"
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(meet(1).next, FRESH) if replaced else None
+        assert leader.events.get(timeout=10) == ("lost", 0)
+        order = leader.next(ended(143, stopped=True))
+        assert str(order.cause) == "host 1 was lost"
+        assert waits is None or waits.result().cause == order.cause
+
+
+def test_processes_that_have_joined_do_not_end_with_the_launcher_of_another_host(
+    meet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hosts, "_BROKEN", 0.1)
+    leader, follower = meet(0), meet(1)
+    all_next((leader, FRESH), (follower, FRESH))
+    monkeypatch.setattr(leader._loop, "time", lambda: time.monotonic() + 20.0)
+    follower.close()
+    with pytest.raises(Empty):
+        leader.events.get(timeout=0.5)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -337,6 +378,7 @@ def test_launchers_connect_again_while_their_processes_run(
     for one in both:
         with pytest.raises(Empty):
             one.events.get(timeout=0.8)
+    assert not leader._plan._gone
     failed = threading.Thread(target=leader.next, args=(ended(1),))
     failed.start()
     assert follower.events.get(timeout=10) == ("lost", 0)
@@ -387,6 +429,7 @@ def test_a_second_connection_of_a_host(meet: Callable[..., Any], stage: str, sta
             await connection.close()
 
     assert leader._do(connect()) == ({"say": response}, response != "here")
+    assert all_next((leader, ended(75)), (follower, ended(75, first=1))) == [75, 75]
 
 
 def test_the_job_ends_although_a_process_here_still_runs(meet: Callable[..., Any]):

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerojax.multihost.standby import Standby
+from zerojax.multihost.standby import COMPILE, Standby
 from zerojax.multihost.supervisor import Supervisor, Task
 
 # A process with something to do before it waits, and a look at what it has afterwards.
@@ -130,6 +130,17 @@ def test_it_ends_if_its_launcher_needs_it_no_more(standby, tmp_path: Path) -> No
     assert waiting._process.stdin is not None
     waiting._process.stdin.close()
     assert waiting._process.wait(60) == 0
+
+
+def test_one_that_only_compiles_has_the_lowest_priority(tmp_path: Path) -> None:
+    line = "import os; from zerojax.multihost import standby; print(standby.only_compiles(), os.nice(0))"
+    found = []
+    for value in (COMPILE, "1"):
+        one = Standby([sys.executable, "-c", line], os.environ, (), 0.0, value)
+        assert one._process.stdout is not None
+        found.append(one._process.stdout.read().decode().split())
+        one.close()
+    assert found == [["True", "19"], ["False", str(os.nice(0))]]
 
 
 def test_it_ends_unused(standby) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -12,6 +13,7 @@ from micro_run import micro_config
 from zerojax import compilation_cache
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import standby
+from zerojax.run import build
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest, Record
 from zerojax.run.config import PosttrainSection, RunConfig
@@ -79,6 +81,21 @@ def test_a_process_that_stands_by_looks_for_the_step_until_it_is_kept(
     monkeypatch.setattr(standby, "waits", lambda seconds: seconds == 0)
     setup.prepare_step(batch)
     assert len(loaded) == 2, "the launcher lets it begin"
+
+
+def test_a_process_that_only_compiles_the_step_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    setup = RunSetup(micro_config(tmp_path))
+    monkeypatch.setattr(standby, "waits", lambda _: True)
+    monkeypatch.setattr(
+        build, "lower_train_step", lambda *_: SimpleNamespace(compile=lambda: compiled.append(1))
+    )
+    monkeypatch.setenv(standby.VARIABLE, standby.COMPILE)
+    with pytest.raises(SystemExit) as ended:
+        setup.prepare_step(abstract_batch(setup.config))
+    assert (ended.value.code, compiled) == (0, [1])
 
 
 def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:

@@ -125,6 +125,31 @@ def test_after_a_node_is_lost_a_job_trains_like_a_fresh_start(
 
 
 @pytest.mark.slow
+def test_fewer_nodes_find_their_program(text: Path, tmp_path: Path) -> None:
+    """Other processes have compiled it while more nodes trained."""
+    config, run = tmp_path / "micro.toml", tmp_path / "run"
+    mesh, train = {"nodes": 3, "local": 1, "emulate": True}, {"steps": 10**6, "batch_size": 12}
+    config.write_text(dump_config(micro_config(text, mesh=mesh, train=train)))
+    words = (*("launch", "--devices-per-node", 1, "--nodes", 3, "--restarts", 1, "--min-nodes", 2),)
+    command = [sys.executable, "-m", "zerojax", *words, "--compile-ahead", config, "--run-dir", run]
+    env = for_programs() | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+
+    def steps() -> set[Path]:
+        return {*(tmp_path / "compiled").glob("jit__train-*")}
+
+    with subprocess.Popen([*map(str, command)], env=env, stdout=subprocess.DEVNULL) as launcher:
+        wait_until(lambda: len(steps()) == 3 + 2, launcher)  # on CPUs one for each process
+        before = steps()
+        workers = sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
+        workers[2].kill()
+        wait_until(lambda: len(sessions(RunFolder(run).read_summary())) == 2, launcher)
+        start = read_metrics(run / "metrics.jsonl")[-1]["step"]
+        wait_until(lambda: read_metrics(run / "metrics.jsonl")[-1]["step"] > start + 5, launcher)
+        assert steps() == before
+        launcher.terminate()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "zero"), [(1, IN_EVERY_NODE), (0, IN_EVERY_NODE), (1, DELTA)])
 def test_a_host_that_is_lost_and_replaced_changes_no_bit(
     text: Path, tmp_path: Path, lost: int, zero: dict[str, Any]

@@ -24,7 +24,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -39,7 +39,7 @@ from zerojax.multihost.devices import Platform, separate_nodes, share_devices
 from zerojax.multihost.hosts import Alone, Follower, Launchers, Leader, Order, Place, Plan, Report, Start
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
 from zerojax.multihost.snapshot_memory import Intervals
-from zerojax.multihost.standby import Standby
+from zerojax.multihost.standby import COMPILE, Standby
 from zerojax.multihost.supervisor import Supervisor, Task
 from zerojax.run import recovery
 from zerojax.sharding.host_memory import limit_variable
@@ -51,7 +51,7 @@ _MAX_DEVICES = 4096
 # Settings that the launchers of all hosts share.
 _SHARED = (
     *("train", "nodes", "devices_per_node", "restarts", "min_nodes"),
-    *("snapshot_seconds", "copy_seconds", "standby"),
+    *("snapshot_seconds", "copy_seconds", "standby", "compile_ahead"),
 )
 
 # Commands that a job can run: before a config, and without one.
@@ -62,8 +62,11 @@ _ZEROJAX = (sys.executable, "-m", "zerojax")
 # The C library takes memory in huge pages, where Linux leaves them to programs. Before its first array XLA
 # fills 8 bytes of it for each 256 of the GPU's memory: 3.5 GB, which take 1.7 s in pages of 4 KiB.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# Seconds before standby processes start, because the job starts at the same time.
-_STANDBY_AFTER = 10.0
+# Seconds before standby processes start, because the job starts at the same time; and before processes start
+# that compile for one node less.
+_STANDBY_AFTER, _COMPILE_AFTER = 10.0, 30.0
+# Beside a job XLA takes only the GPU memory that it needs to time kernels.
+_BESIDE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Job:
     snapshot_seconds: float = 3.0 if snapshot_memory.SUPPORTED else 0.0
     copy_seconds: float = 0.0  # Seconds of work that a lost host may cost; 0 keeps no copies on other hosts.
     standby: bool = True  # Keep a process for each node that is ready to take over.
+    compile_ahead: bool = False  # Compile the program of one node less while the job trains.
     coordinator: str | None = None  # "host:port" of the launcher of host 0.
     host: int | None = None
     hosts: int | None = None
@@ -117,6 +121,13 @@ def launch(job: Job) -> int:
         )
     if job.copy_seconds and not (job.restarts and job.snapshot_seconds):
         raise ConfigurationError("copy_seconds copies snapshots: set --restarts and --snapshot-seconds, too")
+    if job.compile_ahead and not (
+        job.restarts and job.min_nodes and job.train[0] != "posttrain" and job.trains
+    ):
+        raise ConfigurationError(
+            "compile_ahead compiles the step of zerojax train for a restart with one node less: set "
+            "--restarts and --min-nodes, or leave it out"
+        )
     share_devices(job.nodes, job.devices_per_node, job.platform)  # refuses what this machine lacks
     with ExitStack() as stack:
         launchers = stack.enter_context(closing(_launchers(job)))
@@ -129,7 +140,7 @@ def launch(job: Job) -> int:
                 job.grace,
                 good=(EXIT_OK, EXIT_STOPPED),
                 follows=EXIT_PEER_LOST,
-                started=partial(kept.stand_by, order.following),
+                started=partial(kept.prepare_for, order),
                 lost=kept.prepare,
                 events=launchers.events,
             ).run()
@@ -149,7 +160,7 @@ def _launchers(job: Job) -> Launchers:
         raise ConfigurationError(
             f"min_nodes must be from 1 to nodes={job.nodes * hosts}, not {job.min_nodes}"
         )
-    plan = Plan(hosts, job.nodes, job.restarts, job.min_nodes, job.trains)
+    plan = Plan(hosts, job.nodes, job.restarts, job.min_nodes, job.trains, job.compile_ahead)
     if found is None or hosts == 1:
         if job.copy_seconds:
             raise ConfigurationError("one host has no other to keep its state: leave out --copy-seconds")
@@ -177,14 +188,32 @@ class _Kept:
         self._files: list[int] = []
         self._waiting: list[tuple[Task, Standby]] = []
         self._waits_for: Start | None = None
+        self._compiling: list[Standby] = []
+        self._compiles_for = 0  # nodes
 
-    def ports(self) -> tuple[int, int]:
-        """Free ports of this host for rank 0 of the next start, and of the one after it."""
-        now, later = distributed.free_ports(2)
-        return now, later
+    def ports(self) -> tuple[int, int, int]:
+        """Free ports of this host for rank 0 of the starts in an order."""
+        now, later, ahead = distributed.free_ports(3)
+        return now, later, ahead
 
-    def stand_by(self, start: Start | None) -> None:
-        """Start processes that wait for a start."""
+    def prepare_for(self, order: Order) -> None:
+        """Start processes that wait for the next start, and ones that compile for one node less."""
+        self._stand_by(order.following)
+        self._compile_for(order.fewer)
+
+    def _compile_for(self, start: Start | None) -> None:
+        """Start processes that compile the program of a start, once for each number of nodes."""
+        nodes = 0 if start is None else start.size
+        if nodes == self._compiles_for:
+            return
+        _close(self._compiling)
+        self._compiles_for = nodes
+        self._compiling = [
+            Standby(task.command, {**task.env, **_BESIDE}, (), _COMPILE_AFTER, COMPILE)
+            for task in (self._tasks(start) if start is not None else ())
+        ]
+
+    def _stand_by(self, start: Start | None) -> None:
         tasks = self._new(start) if self._standby and start is not None else []
         self._waits_for = start
         self._waiting = [
@@ -219,12 +248,24 @@ class _Kept:
         return limit_variable(self._job.nodes * self._job.devices_per_node)
 
     def _new(self, start: Start) -> list[Task]:
-        """The tasks of a new job."""
-        job, nodes = self._job, start.count
-        for file in self._files[nodes:]:
+        """The tasks of a new job, with their memory for snapshots."""
+        for file in self._files[start.count :]:
             os.close(file)
-        missing = (nodes - len(self._files)) * self._snapshots
-        self._files = self._files[:nodes] + [snapshot_memory.create() for _ in range(missing)]
+        missing = (start.count - len(self._files)) * self._snapshots
+        self._files = self._files[: start.count] + [snapshot_memory.create() for _ in range(missing)]
+        tasks, intervals = self._tasks(start), self._intervals(start)
+        if not self._files:
+            return tasks
+        return [
+            replace(
+                task, env={**task.env, snapshot_memory.VARIABLE: intervals.variable(file)}, pass_fds=(file,)
+            )
+            for task, file in zip(tasks, self._files, strict=True)
+        ]
+
+    def _tasks(self, start: Start) -> list[Task]:
+        """The tasks of a job."""
+        job, nodes = self._job, start.count
         if not nodes:
             return []
         shares = separate_nodes(share_devices(nodes, job.devices_per_node, job.platform))
@@ -239,11 +280,8 @@ class _Kept:
         for number, share in enumerate(shares):
             rank = start.first + number
             command, more = _command(job, start.coordinator, rank, start.size)
-            files = tuple(self._files[number : number + 1])
-            if files:
-                more[snapshot_memory.VARIABLE] = self._intervals(start).variable(files[0])
             env = {**_HUGE_PAGES, **os.environ, **share, **shared, **more}
-            tasks.append(Task(f"rank {rank}", command, env, files))
+            tasks.append(Task(f"rank {rank}", command, env))
         return tasks
 
     def _intervals(self, start: Start) -> Intervals:
@@ -254,16 +292,21 @@ class _Kept:
         return Intervals(job.snapshot_seconds, job.copy_seconds, job.nodes if copies else 0)
 
     def _end_standby(self) -> None:
-        for _, process in self._waiting:
-            process.close()
+        _close(process for _, process in self._waiting)
         self._waiting = []
 
     def close(self) -> None:
-        """Free the snapshots' memory, and end the standby processes."""
+        """Free the snapshots' memory, and end the processes beside the job."""
         self._end_standby()
+        _close(self._compiling)
         for file in self._files:
             os.close(file)
         self._files = []
+
+
+def _close(processes: Iterable[Standby]) -> None:
+    for process in processes:
+        process.close()
 
 
 def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[str], dict[str, str]]:
@@ -332,6 +375,12 @@ def parse(arguments: Sequence[str]) -> Job:
         action=argparse.BooleanOptionalAction,
         default=Job.standby,
         help="with --restarts, keep a process for each node that is ready to take over",
+    )
+    add(
+        "--compile-ahead",
+        action=argparse.BooleanOptionalAction,
+        default=Job.compile_ahead,
+        help="with --min-nodes, compile the program of one node less while the job trains",
     )
     add(
         "train",

@@ -91,17 +91,19 @@ class Cause:
 
 @dataclass(frozen=True)
 class Order:
-    """What a host does next: a start, and the one after it, for processes that stand by.
+    """What a host does next: a start, and the ones that may come after it.
 
     Attributes:
         start: now.
-        following: after a failure; None if the job is not restarted.
+        following: after a failure, for processes that stand by; None if the job is not restarted.
         cause: why the start before has ended; None at the first start.
+        fewer: with one node less, for processes that compile its program; None if that is not asked for.
     """
 
     start: Start
     following: Start | None
     cause: Cause | None = None
+    fewer: Start | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ class Report:
         outcomes: of its processes.
         signals: that its launcher got.
         stands_by: whether all of its processes that stand by can begin.
-        ports: two that are free, for rank 0 of the next start and of the one after it.
+        ports: free ones, for rank 0 of each start in an ``Order``.
     """
 
-    ports: tuple[int, int]
+    ports: tuple[int, int, int]
     outcomes: tuple[Outcome, ...] = ()
     signals: tuple[int, ...] = ()
     stands_by: bool = False
@@ -177,13 +179,20 @@ class Plan:
         restarts: how often the job may start again.
         min_nodes: the fewest processes to go on with after a failure; None if all are needed.
         saves: whether the processes save when they are asked to, so that a host can join.
+        ahead: whether other processes compile the program of one node less.
     """
 
     def __init__(
-        self, hosts: int, nodes: int, restarts: int, min_nodes: int | None = None, saves: bool = True
+        self,
+        hosts: int,
+        nodes: int,
+        restarts: int,
+        min_nodes: int | None = None,
+        saves: bool = True,
+        ahead: bool = False,
     ) -> None:
         self._all, self._nodes, self._left, self._least = hosts * nodes, nodes, restarts, min_nodes
-        self._saves = saves
+        self._saves, self._ahead = saves, ahead
         self._counts = dict.fromkeys(range(hosts), nodes)
         self._gone: set[int] = set()  # hosts that were lost and have not come back
         self._asked: set[int] = set()  # hosts for which this start ends
@@ -286,18 +295,31 @@ class Plan:
             now = sum(self._counts.values())
             logger.warning(f"{_names(self._joined)} joins: starting again with {now} of {self._all} nodes")
         first = next(members[host] for host, count in self._counts.items() if count)
-        now, later = (f"{first.address}:{port}" for port in first.report.ports)
+        now, later, ahead = (f"{first.address}:{port}" for port in first.report.ports)
         starts = self._following if all(one.report.stands_by for one in members.values()) else {}
-        starts = starts or self._starts(now)
-        self._following = self._starts(later) if self._left else {}
-        return {host: Order(starts[host], self._following.get(host), self._cause) for host in members}
+        starts = starts or _starts(now, self._counts)
+        self._following = _starts(later, self._counts) if self._left else {}
+        fewer = _starts(ahead, self._one_fewer())
+        return {
+            host: Order(starts[host], self._following.get(host), self._cause, fewer.get(host))
+            for host in members
+        }
 
-    def _starts(self, coordinator: str) -> dict[int, Start]:
-        size, first, starts = sum(self._counts.values()), 0, dict[int, Start]()
-        for host, count in self._counts.items():
-            starts[host] = Start(coordinator, first, count, size)
-            first += count
-        return starts
+    def _one_fewer(self) -> dict[int, int]:
+        """The nodes of each host if one node of the last is lost; none if nothing is compiled for them."""
+        nodes = sum(self._counts.values())
+        if not (self._ahead and self._left and self._least is not None and nodes > self._least):
+            return {}
+        last = max(host for host, count in self._counts.items() if count)
+        return self._counts | {last: self._counts[last] - 1}
+
+
+def _starts(coordinator: str, counts: Mapping[int, int]) -> dict[int, Start]:
+    size, first, starts = sum(counts.values()), 0, dict[int, Start]()
+    for host, count in counts.items():
+        starts[host] = Start(coordinator, first, count, size)
+        first += count
+    return starts
 
 
 def _names(hosts: Collection[int]) -> str:
@@ -512,12 +534,12 @@ class Leader(_Served):
         if self._others.get(host) is other:
             del self._others[host]
         if other.begun and not other.ended and self._loop.time() < self._joined_by:
-            self._loop.call_later(_BROKEN, self._lose, host, self._began)
+            self._loop.call_later(_BROKEN, self._lose, host)
 
-    def _lose(self, host: int, began: set[int]) -> None:
+    def _lose(self, host: int) -> None:
         """End a start that lacks a host. Processes that have joined would notice its loss by themselves."""
         one = self._others.get(host)
-        if began is self._began and not (one and (one.begun or one.ended)):
+        if not (one and (one.begun or one.ended)):
             self._tell_all("end")
 
     def _difference(self, theirs: Mapping[str, Any]) -> str:

@@ -18,6 +18,9 @@ from typing import IO
 VARIABLE = "ZEROJAX_STANDBY"
 """The environment variable of a process that waits for its launcher; its standard input is a pipe."""
 
+COMPILE = "compile"
+"""The variable's value for a process that only compiles its program, at the lowest priority, and ends."""
+
 # The launcher writes this to the pipe when a process of the job is lost, and variables when all have ended.
 _LOST = b"\n"
 
@@ -33,10 +36,16 @@ class Standby:
         env: its environment.
         pass_fds: open files that it will use.
         after: seconds to wait before it starts, because the job itself starts at the same time.
+        value: of the environment variable.
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], after: float
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        after: float,
+        value: str = "1",
     ) -> None:
         tied, delayed = (
             [sys.executable, "-IS", str(file)]
@@ -44,7 +53,7 @@ class Standby:
         )
         self._process = subprocess.Popen(
             [*tied, str(os.getpid()), *delayed, str(after), *command],
-            env={**env, VARIABLE: "1"},
+            env={**env, VARIABLE: value},
             pass_fds=tuple(pass_fds),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -88,6 +97,11 @@ class Standby:
                 stream.close()
 
 
+def only_compiles() -> bool:
+    """Whether this process ends once it has compiled its program."""
+    return os.environ.get(VARIABLE) == COMPILE
+
+
 def waits(seconds: float) -> bool:
     """Whether this process stands by, and its launcher does not let it begin within some seconds."""
     return VARIABLE in os.environ and not select.select([sys.stdin], [], [], seconds)[0]
@@ -125,4 +139,6 @@ def _read(works: Callable[[], bool]) -> bytes:
 
 if __name__ == "__main__":
     select.select([sys.stdin], [], [], float(sys.argv[1]))
+    if only_compiles():
+        os.nice(19)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -17,7 +17,7 @@ from zerojax.adapters.loss import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
-from zerojax.errors import ConfigurationError
+from zerojax.errors import EXIT_OK, ConfigurationError
 from zerojax.models import GPT, GPTConfig, lm_loss, units_of
 from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
@@ -92,10 +92,17 @@ class RunSetup:
         return spec, predict_memory(spec, work).host.get("activations", 0)
 
     def prepare_step(self, batch: Any) -> None:
-        """Trace the step and load its program, as long as this process stands by."""
+        """Trace the step and load its program, as long as this process stands by.
+
+        Raises:
+            SystemExit: this process only compiles the program, which is now kept.
+        """
         if not standby.waits(0):
             return
         lowered = lower_train_step(self.abstract_state, batch)
+        if standby.only_compiles():
+            lowered.compile()
+            raise SystemExit(EXIT_OK)
         while standby.waits(_LOOK_EVERY):
             if compilation_cache.load(lowered):
                 break
