@@ -68,7 +68,7 @@ def read_json(path: Path) -> Any:
         ConfigurationError: it cannot be read, is larger than a config can be, or repeats a key.
     """
     with file_errors(path, content="not valid JSON"):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if len(text) > MAX_SETTINGS_CHARS:
             raise ConfigurationError(
                 f"{path}: {len(text):,} characters, more than any DeepSpeed config has: name another file"

@@ -421,7 +421,8 @@ def test_contradictory_configs_are_refused(data: Any, message: str) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "ds.json", tmp_path / "run.toml"
-    source.write_text(json.dumps(FULL | {"odd\n[train]\nsteps": "\x07"}))
+    # With the byte order mark that editors on Windows write.
+    source.write_text(json.dumps(FULL | {"odd\n[train]\nsteps": "\x07"}), encoding="utf-8-sig")
     options = ["--nodes", "2", "--gpus-per-node", "8"]
     assert main(["from-deepspeed", str(source), "--out", str(out), *options]) == 0
     listed = capsys.readouterr().err
