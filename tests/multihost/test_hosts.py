@@ -79,6 +79,8 @@ def test_one_node_of_the_last_host_is_left_out_ahead(restarts: int, least: int, 
     assert [one and (one.first, one.count, one.size) for one in fewer] == wanted
     assert {one.coordinator for one in fewer if one is not None} <= {"host0:5"}
     assert [order.start.size for order in orders.values()] == [4, 4]
+    others = Plan(2, 2, restarts, min_nodes=least)
+    assert others.orders({0: Member("host0", FRESH), 1: Member("host1", FRESH)})[0].fewer is None
 
 
 def test_the_last_start_has_none_after_it():
