@@ -235,5 +235,8 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
             tile = slice(start, start + _TILE), slice(first, first + _TILE)
             out[tile] = values[tile]
 
+    if len(values) <= _TILE:  # threads take longer to start than to copy so little
+        rows(0)
+        return
     with ThreadPoolExecutor() as threads:
         list(threads.map(rows, range(0, len(values), _TILE)))
