@@ -436,9 +436,11 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
     The state is abstract. ``params`` are in place, like ``TrainState.params``; they are not copied.
     """
 
+    adapter = state.spec.adapter
+
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:
-        # The initial weights are never read, so XLA does not compute them.
-        _, model_state = state.spec.adapter.init(jax.random.key(seed))
+        # The initial weights are never read: XLA does not compute them. Without state no model is made.
+        model_state = adapter.init(jax.random.key(seed))[1] if adapter.abstract_model_state else {}
         return first_values(state.spec, seed, stored, model_state)
 
     places = shardings_of(abstract_fields(state.spec))
