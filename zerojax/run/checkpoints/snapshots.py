@@ -488,19 +488,21 @@ def _parts(
     """This process's parts of an array, flat and in their dtype; zeros if it holds none.
 
     The padding of a weight depends on the number of nodes. With ``other_nodes`` the snapshot is of another
-    number, so weights that every node holds are padded again. One node holds all weights.
+    number, so weights that every node holds are padded again if it differs. One node holds all weights.
     """
     x, leaf = entry.x, entry.leaf
-    names = _part_names(name, x)
+    names, wanted = _part_names(name, x), _shard_bytes(x)
     if held is None:
-        return [np.zeros(_shard_bytes(x) // x.dtype.itemsize, x.dtype) for _ in names]
+        return [np.zeros(wanted // x.dtype.itemsize, x.dtype) for _ in names]
     parts = [held[part].view(x.dtype) for part in names if part in held]
     whole = leaf is not None and (leaf.in_every_node or leaf.world.nodes == 1)
-    if other_nodes and leaf is not None and whole and len(parts) == len(names):
+    differs = any(part.nbytes != wanted for part in parts)
+    if other_nodes and differs and leaf is not None and whole and len(parts) == len(names):
         rows = np.concatenate([part.reshape(leaf.layers, -1) for part in parts], axis=1)
         rows = to_stored(from_stored(rows, leaf), leaf).reshape(leaf.layers, -1)
         parts = [part.reshape(-1) for part in np.split(rows, len(names), axis=1)]
-    if len(parts) != len(names) or any(part.nbytes != _shard_bytes(x) for part in parts):
+        differs = any(part.nbytes != wanted for part in parts)
+    if differs or len(parts) != len(names):
         raise RunError(f"the snapshot in memory has no {name} of this run's size: launch the run again")
     return parts
 
