@@ -134,7 +134,8 @@ def rewritten[*Args, T](
             params = params | {"jaxpr": rewrite(params["jaxpr"]), "inline": jax.Inline.JAX_EARLY}
             return as_it_is(equation.replace(params=params), given)
 
-        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(outer, jax.tree.leaves(args), call))
+        given = [*outer.consts, *jax.tree.leaves(args)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), interpret(outer, given, call, _with_dtype))
 
     return run
 

@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.sharding import PartitionSpec
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -40,8 +41,8 @@ from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html, numeric, plain_text, size
 from zerojax.sharding.layers import ONE_TURN
-from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.train.batch import map_batch, processes_a_row
+from zerojax.sharding.mesh import BY_ROWS, LOCAL, NODE, MeshShape
+from zerojax.train.batch import batch_specs, processes_a_row
 from zerojax.train.state import TrainState
 from zerojax.train.step import trace_train_step
 
@@ -236,7 +237,8 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     """
     program = state.spec
     parts = jax.process_count() // processes_a_row(program.zero.sequence_parallel)
-    traced = trace_train_step(state, map_batch(partial(_of_all_processes, parts), lambda x: x, batch))
+    shapes = jax.tree.map(partial(_of_all_processes, parts), batch, batch_specs(batch))
+    traced = trace_train_step(state, shapes)
     counts = Counter[JaxprCollective]()
     for one in _walk(traced.jaxpr.jaxpr, _Place()):
         counts[dataclasses.replace(one, count=0)] += one.count
@@ -346,7 +348,9 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape)
     return ring * (1 - crossing), ring * crossing
 
 
-def _of_all_processes(parts: int, x: Any) -> Any:
-    """The global shape of a batch array. A host array is one of ``parts`` equal parts."""
+def _of_all_processes(parts: int, x: Any, to: PartitionSpec) -> Any:
+    """The global shape of an array that is spread by rows. A host array is one of ``parts`` equal parts."""
+    if to != BY_ROWS:
+        return x
     parts = parts if isinstance(x, np.ndarray) else 1
     return jax.ShapeDtypeStruct((x.shape[0] * parts, *x.shape[1:]), x.dtype)

@@ -10,6 +10,7 @@ before it. GPUs run collectives in the order of the program, and need none of th
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from jaxtyping import Array, PyTree
 
 import pallas_kernels
 from zerojax.dataflow import called, interpret, rewritten
-from zerojax.sharding.mesh import AXES, on_cpus, on_gpus
+from zerojax.sharding.mesh import AXES, platform_of
 
 type Atom = core.Var | core.Literal
 _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
@@ -39,10 +40,10 @@ def on_mesh[*Args, T: PyTree[Array]](
 
     Derivatives must be taken inside ``run``.
     """
-    on_cpu = on_cpus(mesh.devices.flat)
-    platform = "cpu" if on_cpu else "cuda" if on_gpus(mesh.devices.flat) else None
-    # The results wait because XLA sums norms of sharded arrays by collectives that it adds.
-    ordered = rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True)) if on_cpu else run
+    ordered, platform = run, platform_of(mesh.devices.flat)
+    if platform == "cpu":
+        # The results wait because XLA sums norms of sharded arrays by collectives that it adds.
+        ordered = rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True))
 
     def on_platform(*args: *Args) -> T:
         # XLA crashes on programs that read an empty argument (jaxlib 0.11.2).
@@ -60,7 +61,7 @@ def one_at_a_time[T](mesh: Mesh, results: T) -> T:
     wait, none is left for a device that the others wait for. A loop that reads no result would hang after
     tens of steps.
     """
-    emulated = mesh.devices.size > 1 and on_cpus(mesh.devices.flat)
+    emulated = mesh.devices.size > 1 and platform_of(mesh.devices.flat) == "cpu"
     return jax.block_until_ready(results) if emulated else results
 
 
@@ -73,17 +74,17 @@ def collective_axes(equation: core.JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in named)
 
 
+@dataclass
 class _Order:
     """Rewrites a program so that each collective, and each block with collectives, needs the one before it.
 
     A block is a loop, a conditional or a rematerialised program, which is ordered by itself.
     """
 
-    def __init__(self) -> None:
-        self._equations: list[core.JaxprEqn] = []
-        self._names = source_info_util.NameStack()
-        self._last: Sequence[Atom] = ()  # results of the last collective or block
-        self._behind: set[int] = set()  # ids of the values that need all of these
+    _equations: list[core.JaxprEqn] = field(default_factory=list)
+    _names: source_info_util.NameStack = field(default_factory=source_info_util.NameStack)
+    _last: Sequence[Atom] = ()  # results of the last collective or block
+    _behind: set[int] = field(default_factory=set)  # ids of the values that need all of these
 
     def ordered(self, jaxpr: core.Jaxpr, *, results_wait: bool = False) -> core.Jaxpr:
         """The program in order.
@@ -139,33 +140,29 @@ class _Order:
 
     def _after_last(self, values: Sequence[Atom]) -> list[Atom]:
         """The values, changed so that they depend on the last collective or block."""
-        others = {id(x) for x in values if _is_number(x)} - self._behind
+        others = {id(x): x for x in values if _is_number(x) and id(x) not in self._behind}
         if not self._last or not others:
             return list(values)
-        (never,) = self._added(_never, *self._last)
-        return [self._added(_unless, never, x)[0] if id(x) in others else x for x in values]
-
-    def _added(self, function: Callable[..., Array], *operands: Atom) -> list[Atom]:
-        program = _traced(function, tuple(x.aval for x in operands), jax.sharding.get_abstract_mesh())
-        return interpret(program, operands, self._emit)
-
-
-def _never(*last: Array) -> Array:
-    """False, computed from all of ``last`` so that compilers do not know it."""
-    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in last]
-    token = functools.reduce(operator.add, [jnp.real(x).astype(jnp.int32) for x in firsts])
-    # Compilers do not know that 2 is no square, modulo powers of two either.
-    return token * token == 2
-
-
-def _unless(never: Array, x: Array) -> Array:
-    return lax.select(never, jnp.zeros_like(x), x)
+        operands = [*self._last, *others.values()]
+        avals = tuple(x.aval for x in operands)
+        program = _waiting(len(self._last), avals, jax.sharding.get_abstract_mesh())
+        results = dict(zip(others, interpret(program, operands, self._emit), strict=True))
+        return [results.get(id(x), x) for x in values]
 
 
 @functools.cache
-def _traced(function: Callable[..., Array], avals: tuple[Any, ...], mesh: AbstractMesh) -> core.Jaxpr:
+def _waiting(count: int, avals: tuple[Any, ...], mesh: AbstractMesh) -> core.Jaxpr:
+    """The program that returns the operands behind the first ``count``, and needs those first ones."""
     del mesh  # equations hold the mesh of their trace
-    return jax.make_jaxpr(function)(*avals)
+
+    def run(*operands: Array) -> list[Array]:
+        firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in operands[:count]]
+        token = functools.reduce(operator.add, [jnp.real(x).astype(jnp.int32) for x in firsts])
+        # False. Compilers do not know that 2 is no square, modulo powers of two either.
+        never = token * token == 2
+        return [lax.select(never, jnp.zeros_like(x), x) for x in operands[count:]]
+
+    return jax.make_jaxpr(run)(*avals)
 
 
 def _ordered(value: object) -> object:

@@ -7,6 +7,7 @@ secondary group's size: it need not be a physical host.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import numpy as np
@@ -93,14 +94,16 @@ def make_mesh(
     wanted = nodes * local
     if wanted > len(available) or wanted == 0:
         each = -(-max(nodes, 1) * max(local, 1) // processes)
-        emulate = (
-            ", or emulate devices: zerojax's commands do with --mesh.emulate, unless XLA_FLAGS or "
-            "JAX_NUM_CPU_DEVICES sets their number; a program of your own does with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={each}"
-        )
+        emulate = ""
+        if platform_of(available) == "cpu":
+            emulate = (
+                ", or emulate devices: zerojax's commands do with --mesh.emulate, unless XLA_FLAGS or "
+                "JAX_NUM_CPU_DEVICES sets their number; a program of your own does with "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={each}"
+            )
         raise ConfigurationError(
             f"make_mesh: nodes={nodes} x local={local} does not fit the {len(available)} devices at "
-            f"hand. Ask for a smaller mesh, or start more processes{emulate if on_cpus(available) else ''}."
+            f"hand. Ask for a smaller mesh, or start more processes{emulate}."
         )
     if wanted < len(available) and processes > 1:
         raise ConfigurationError(
@@ -161,14 +164,20 @@ def refuse_another(mesh: Mesh) -> None:
         )
 
 
+def platform_of(devices: Iterable[jax.Device]) -> Literal["cpu", "cuda"] | None:
+    """ "cuda" if any device is a GPU, real or described (``zerojax.aot``); "cpu" if all are CPUs.
+
+    CPUs can be emulated in any number.
+    """
+    platforms = {device.platform for device in devices}
+    if platforms & {"gpu", "cuda"}:
+        return "cuda"
+    return "cpu" if platforms <= {"cpu"} else None
+
+
 def on_gpus(devices: Iterable[jax.Device]) -> bool:
-    """Whether any is a GPU, real or described (``zerojax.aot``)."""
-    return any(device.platform in ("gpu", "cuda") for device in devices)
-
-
-def on_cpus(devices: Iterable[jax.Device]) -> bool:
-    """Whether all are CPUs, which can be emulated in any number."""
-    return all(device.platform == "cpu" for device in devices)
+    """Whether any device is a GPU."""
+    return platform_of(devices) == "cuda"
 
 
 def node_leaders(mesh: Mesh) -> list[int]:

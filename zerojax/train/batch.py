@@ -1,5 +1,6 @@
 """A batch on the mesh: its rows spread over the devices, scalars and ``Replicated`` arrays on all of them."""
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
@@ -48,17 +48,6 @@ class Replicated:
     value: PyTree[Array]
 
 
-def map_batch[T](rows: Callable[[Any], T], whole: Callable[[Any], T], batch: Batch) -> PyTree[T]:
-    """Map the arrays of a batch that are spread by rows, and the ones that every device gets whole."""
-
-    def one(x: Any) -> PyTree[T]:
-        if isinstance(x, Replicated):
-            return jax.tree.map(whole, x)
-        return rows(x) if np.shape(x) else whole(x)
-
-    return jax.tree.map(one, batch, is_leaf=_is_replicated)
-
-
 def micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
     """A batch's rows in ``count`` parts along a new first axis, and a function from a part to a batch."""
     rows, whole, combine = partition(batch, have_rows(batch))
@@ -72,8 +61,14 @@ def unmarked(batch: Batch) -> PyTree:
 
 
 def batch_specs(batch: Batch) -> PyTree[PartitionSpec]:
-    """The PartitionSpec of each array of a batch."""
-    return map_batch(lambda _: BY_ROWS, lambda _: PartitionSpec(), batch)
+    """The PartitionSpec of each array of a batch: ``BY_ROWS``, or empty if every device gets it whole."""
+
+    def of(x: Any) -> PyTree[PartitionSpec]:
+        if isinstance(x, Replicated):
+            return jax.tree.map(lambda _: PartitionSpec(), x)
+        return BY_ROWS if np.shape(x) else PartitionSpec()
+
+    return jax.tree.map(of, batch, is_leaf=_is_replicated)
 
 
 def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct]:
@@ -85,16 +80,13 @@ def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct
     copies = spec.zero.sequence_parallel
     _check_batch(batch, spec.world.size // copies, spec.zero.accumulate, copies=copies)
 
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (copies * x.shape[0], *x.shape[1:])
-        return spec.abstract(shape, jax.dtypes.canonicalize_dtype(x.dtype), BY_ROWS)
-
-    def whole(x: Any) -> Any:
+    def abstract(x: Any, to: PartitionSpec) -> Any:
         if isinstance(x, NUMBER):
             return x
-        return spec.abstract(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+        shape = (copies * x.shape[0], *x.shape[1:]) if to == BY_ROWS else np.shape(x)
+        return spec.abstract(shape, jax.dtypes.canonicalize_dtype(x.dtype), to)
 
-    return map_batch(abstract, whole, batch)
+    return jax.tree.map(abstract, batch, batch_specs(batch))
 
 
 @contextmanager
@@ -123,12 +115,14 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
     if copies > 1:
         own = spec.world.size // processes
 
-        def spread(x: Any) -> Any:
+        def spread(x: Any, to: PartitionSpec) -> Any:
+            if to != BY_ROWS:
+                return x
             if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(_by_groups(spec), x.ndim):
                 return _with_shards(x, spec.sharding(BY_ROWS), (copies * x.shape[0], *x.shape[1:]))
             return _rows_of_devices(x, own=own, copies=copies)
 
-        batch = map_batch(spread, lambda x: x, batch)
+        batch = jax.tree.map(spread, batch, batch_specs(batch))
 
     def place_one(x: Any, to: PartitionSpec) -> Any:
         if isinstance(x, NUMBER):
@@ -206,30 +200,31 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
     Raises:
         ConfigurationError: naming the array, and what to pass in its place.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_numbers)
-    for path, x in leaves:
-        _check_array(_name(path), x)
-    spread = [leaf for leaf, rows in zip(leaves, have_rows(batch), strict=True) if rows]
+    found = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list_of_numbers)
+    leaves = [(f"batch{jax.tree_util.keystr(path)}", x) for path, x in found]
+    for name, x in leaves:
+        _check_array(name, x)
+    spread = list(itertools.compress(leaves, have_rows(batch)))
     if leaves and not spread:
         raise ConfigurationError(
             "the batch has only scalars and Replicated arrays, which every device gets: no array has a "
             "leading axis to spread."
         )
-    each: dict[float, tuple[KeyPath, Array]] = {}
+    each: dict[float, tuple[str, Array]] = {}
     what = "devices" if copies == 1 else f"groups of {copies} devices"
-    for path, x in spread:
+    for name, x in spread:
         parts = devices // (processes if _is_of_host(x) else 1)
         if x.shape[0] == 0 or x.shape[0] % (parts * accumulate):
             raise ConfigurationError(
-                f"{_name(path)} of shape {x.shape} has {x.shape[0]} rows, not a positive multiple of {parts} "
+                f"{name} of shape {x.shape} has {x.shape[0]} rows, not a positive multiple of {parts} "
                 f"{what} x accumulate={accumulate}: its leading axis is the batch. Fill a last batch up with "
                 f'rows that do not count, by the aux "tokens". {_WHOLE}'
             )
-        each.setdefault(x.shape[0] // parts, (path, x))
+        each.setdefault(x.shape[0] // parts, (name, x))
     if len(each) > 1:
         (first, x), (other, y) = list(each.values())[:2]
         raise ConfigurationError(
-            f"{_name(first)} has shape {x.shape}, and {_name(other)} {y.shape}: the leading axis of both is "
+            f"{first} has shape {x.shape}, and {other} {y.shape}: the leading axis of both is "
             f"the batch, which is spread over the devices, so both need equally many rows. {_WHOLE}"
         )
 
@@ -277,7 +272,7 @@ def _refuse_wide(name: str, x: np.ndarray) -> None:
 
 def have_rows(batch: Batch) -> list[bool]:
     """For each array of a batch, whether it is spread by rows."""
-    return jax.tree.leaves(map_batch(lambda _: True, lambda _: False, batch))
+    return [spec == BY_ROWS for spec in jax.tree.leaves(batch_specs(batch))]
 
 
 def _is_of_host(x: object) -> bool:
@@ -296,7 +291,3 @@ def _is_list_of_numbers(x: object) -> bool:
         and bool(x)
         and all(isinstance(item, (*NUMBER, str)) or _is_list_of_numbers(item) for item in x)
     )
-
-
-def _name(path: KeyPath) -> str:
-    return f"batch{jax.tree_util.keystr(path)}"

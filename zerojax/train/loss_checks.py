@@ -38,10 +38,10 @@ from zerojax.dataflow import MOVES, Analysis, equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import CALLED, READ_BY_UNIT, SHARDED, WHOLE
 from zerojax.schedule.user_code import FORWARD_MODE, assigned, line_of_equation, read_outside
-from zerojax.sharding.mesh import AXES, LOCAL
+from zerojax.sharding.mesh import AXES, BY_ROWS, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
-from zerojax.train.batch import Batch, map_batch
+from zerojax.train.batch import Batch, batch_specs
 from zerojax.train.model_pass import RETURNED, ModelPass, Outcome
 from zerojax.train.spec import TrainSpec
 from zerojax.weights import Weight
@@ -107,7 +107,7 @@ def _differing(model: ModelPass, batch: Batch, state: Mapping[str, Axes]) -> lis
         differing = jax.tree.map(lambda _, axes=axes: axes, weight)
         weights[path] = dataclasses.replace(differing, scale=scale)
     given = equal.given._replace(weights=weights)
-    rows = map_batch(lambda _: frozenset(AXES), lambda _: _NONE, batch)
+    rows = jax.tree.map(lambda to: frozenset(AXES) if to == BY_ROWS else _NONE, batch_specs(batch))
     return jax.tree.leaves((dataclasses.replace(equal, given=given, model_state=state), rows, _NONE))
 
 
