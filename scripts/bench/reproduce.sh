@@ -197,7 +197,7 @@ formats() {
 
 state-in-every-node() {
     scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 1 2 \
-        --variants delta-stochastic delta-node delta-node-int8 delta-node-nearest-feedback \
+        --variants zero3 delta-stochastic delta-node delta-node-int8 delta-node-nearest-feedback \
         --json docs/measured/quality-124m-state-in-every-node.json
 }
 
