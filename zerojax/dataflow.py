@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
@@ -102,10 +101,10 @@ def evaluate[T](
         with source_info_util.user_context(info.traceback, name_stack=stack):
             return run(equation, given)
 
-    return interpret(jaxpr, [*jaxpr.consts, *args], named, _with_dtype)
+    return interpret(jaxpr, [*jaxpr.consts, *args], named, with_dtype)
 
 
-def _with_dtype(literal: core.Literal) -> Any:
+def with_dtype(literal: core.Literal) -> Any:
     """The value of a literal. Jaxprs have Python's bools, which have no dtype."""
     return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
 
@@ -116,28 +115,6 @@ def as_it_is(equation: core.JaxprEqn, given: Sequence[Array]) -> Sequence[Array]
     with equation.ctx.manager:
         results = primitive.bind(*given, **primitive.get_bind_params(equation.params))
     return results if primitive.multiple_results else [results]
-
-
-def rewritten[*Args, T](
-    function: Callable[[*Args], T], rewrite: Callable[[core.Jaxpr], core.Jaxpr]
-) -> Callable[[*Args], T]:
-    """The function with another program: ``rewrite`` is given the one that it traces to.
-
-    JAX copies the new program's equations into the trace. Evaluating them would take as long as tracing.
-    """
-
-    def run(*args: *Args) -> T:
-        outer, shapes = jax.make_jaxpr(jax.jit(function), return_shape=True)(*args)
-
-        def call(equation: core.JaxprEqn, given: list[Array]) -> Sequence[Array]:
-            params = equation.params
-            params = params | {"jaxpr": rewrite(params["jaxpr"]), "inline": jax.Inline.JAX_EARLY}
-            return as_it_is(equation.replace(params=params), given)
-
-        given = [*outer.consts, *jax.tree.leaves(args)]
-        return jax.tree.unflatten(jax.tree.structure(shapes), interpret(outer, given, call, _with_dtype))
-
-    return run
 
 
 class Analysis[T, S]:

@@ -293,7 +293,8 @@ class WeightPrefetcher:
         replicas = tuple(tuple(w.replica for w in own if w.replica is not None) for own in self.weights)
         payloads, arrived = (), ()
         if self.crosses:
-            arrived = self._cross(encode(self._layer(replicas, first)), first)
+            weights = self._layer(replicas, first)
+            arrived = cross_nodes(weights, encode(weights), separate_stream=self.separate_stream)
             payloads = encode(self._layer(replicas, first.ahead(self.step)))
         return self.advance(Fetching(replicas, payloads, arrived), first + -self.step)
 
@@ -311,7 +312,8 @@ class WeightPrefetcher:
             replicas = following.put(replicas, tuple(w.values for w in secondary[: len(own)]))
         # No layer of a loop is the last one to cross.
         if self.crosses and (not place.peeled or 0 <= second.number <= place.order.last):
-            arrived = self._cross(payloads, second)
+            sent = self.weights[second.kind]
+            arrived = cross_nodes(sent, payloads, separate_stream=self.separate_stream)
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
             payloads = encode(self._layer(replicas, place.ahead(3 * self.step)))
         return Fetching(replicas, payloads, arrived), secondary
@@ -319,6 +321,3 @@ class WeightPrefetcher:
     def _layer(self, replicas: Replicas, place: Place) -> Weights:
         """A layer's weights, with its replicas as they are now."""
         return layer_at(beside(self.weights[place.kind], replicas[place.kind]), place.index)
-
-    def _cross(self, payloads: Payloads, place: Place) -> Payloads:
-        return cross_nodes(self.weights[place.kind], payloads, separate_stream=self.separate_stream)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from zerojax.dataflow import as_it_is, called, equations_within, evaluate, rewritten
+from zerojax.comm.in_order import rewritten
+from zerojax.dataflow import as_it_is, called, equations_within, evaluate
 
 X = np.arange(1.0, 4.0, dtype=np.float32)
 

@@ -12,8 +12,16 @@ from flax.typing import PathParts
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Parameter
-from zerojax.adapters.nnx_creation import create, forget_shapes, leaf_path, leaves_of, leaves_within, stack_of
-from zerojax.adapters.nnx_units import STATE, Stack, gathering_class, replaced_weights
+from zerojax.adapters.nnx_creation import create, forget_shapes, stack_of
+from zerojax.adapters.nnx_units import (
+    STATE,
+    Stack,
+    gathering_class,
+    leaf_path,
+    leaves_of,
+    leaves_within,
+    replaced_weights,
+)
 from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import Sharded, is_sharded

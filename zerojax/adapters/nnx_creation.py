@@ -1,4 +1,4 @@
-"""Creates an NNX model under a trace, where Flax treats two things differently; and the leaves of its states.
+"""Creates an NNX model under a trace, where Flax treats two things differently.
 
 Flax takes arrays that are plain attributes for static values, and ``nnx.vmap`` leaves no sign that a module's
 parameters belong to several modules. So zerojax observes every call of a module class in this thread until
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,15 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.typing import PathParts
 from jax.core import Tracer
-from jax.tree_util import KeyPath
-from jaxtyping import Array
 
+from zerojax.adapters.nnx_units import leaves_of
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.unit import is_sharded
 from zerojax.schedule.user_code import line_of_error
-from zerojax.sharding.param_tree import Path
 
 Shape = tuple[int, ...]
 
@@ -151,21 +147,3 @@ def _observed(stacked: tuple[type, ...]) -> Generator[None]:
         finally:
             _META.__call__ = call
             _stacked.reset(token)
-
-
-def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes."""
-    for path, held in nnx.to_flat_state(state):
-        yield from leaves_within(path, held)
-
-
-def leaves_within(path: PathParts, held: object) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a variable or an attribute at a path, by path; one that holds a pytree has several."""
-    value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
-        yield leaf_path(path, inner), leaf
-
-
-def leaf_path(path: PathParts, inner: KeyPath) -> Path:
-    """The path of a leaf within the value at a path."""
-    return (*map(str, path), *(jax.tree_util.keystr((key,), simple=True) for key in inner))

@@ -12,16 +12,17 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
+from flax.typing import PathParts
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.dataflow import changed
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
@@ -414,6 +415,24 @@ def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[P
         and not (is_sharded(value) or value is given[path])
         and not any(path[: len(prefix)] == tuple(map(str, prefix)) for prefix in skipped)
     }
+
+
+def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Array]]:
+    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes."""
+    for path, held in nnx.to_flat_state(state):
+        yield from leaves_within(path, held)
+
+
+def leaves_within(path: PathParts, held: object) -> Iterator[tuple[Path, Array]]:
+    """The leaves of a variable or an attribute at a path, by path; one that holds a pytree has several."""
+    value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
+        yield leaf_path(path, inner), leaf
+
+
+def leaf_path(path: PathParts, inner: KeyPath) -> Path:
+    """The path of a leaf within the value at a path."""
+    return (*map(str, path), *(jax.tree_util.keystr((key,), simple=True) for key in inner))
 
 
 def modules_in(arguments: PyTree) -> list[nnx.Module]:

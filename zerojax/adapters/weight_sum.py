@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from zerojax.adapters.loss import CONTEXT, LossContext
-from zerojax.adapters.nnx_creation import leaves_of
+from zerojax.adapters.nnx_units import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.unit import is_sharded

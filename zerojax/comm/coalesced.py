@@ -43,7 +43,10 @@ class Arrived:
             for i, length, dtype in self.parts:
                 piece = lax.slice_in_dim(wire, start, start + length, axis=-1)
                 start += length
-                arrived[i] = _from_bytes(piece, dtype) if wire.dtype == jnp.uint8 else piece
+                if wire.dtype != dtype:  # joined as bytes
+                    piece = piece.reshape(*piece.shape[:-1], -1, dtype.itemsize)
+                    piece = lax.bitcast_convert_type(piece, dtype)
+                arrived[i] = piece
         return [arrived[i] for i in range(len(arrived))]
 
 
@@ -114,10 +117,3 @@ def _as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:
     if x.dtype == jnp.uint8:
         return x
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
-
-
-def _from_bytes(x: Num[Array, "*rows b"], dtype: jnp.dtype) -> Num[Array, "*rows m"]:
-    """Undo ``_as_bytes``."""
-    if dtype == jnp.uint8:
-        return x
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

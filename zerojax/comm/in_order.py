@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 import pallas_kernels
-from zerojax.dataflow import called, interpret, rewritten
+from zerojax.dataflow import as_it_is, called, interpret, with_dtype
 from zerojax.sharding.mesh import AXES, platform_of
 
 type Atom = core.Var | core.Literal
@@ -52,6 +52,28 @@ def on_mesh[*Args, T: PyTree[Array]](
             return ordered(*args)
 
     return jax.shard_map(on_platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def rewritten[*Args, T](
+    function: Callable[[*Args], T], rewrite: Callable[[core.Jaxpr], core.Jaxpr]
+) -> Callable[[*Args], T]:
+    """The function with another program: ``rewrite`` is given the one that it traces to.
+
+    JAX copies the new program's equations into the trace. Evaluating them would take as long as tracing.
+    """
+
+    def run(*args: *Args) -> T:
+        outer, shapes = jax.make_jaxpr(jax.jit(function), return_shape=True)(*args)
+
+        def call(equation: core.JaxprEqn, given: list[Array]) -> Sequence[Array]:
+            params = equation.params
+            params = params | {"jaxpr": rewrite(params["jaxpr"]), "inline": jax.Inline.JAX_EARLY}
+            return as_it_is(equation.replace(params=params), given)
+
+        given = [*outer.consts, *jax.tree.leaves(args)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), interpret(outer, given, call, with_dtype))
+
+    return run
 
 
 def one_at_a_time[T](mesh: Mesh, results: T) -> T:

@@ -369,13 +369,6 @@ class GradientReduction:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
 
 
-def grad_size(strategy: ShardingStrategy, leaf: ParamLayout) -> int:
-    """Elements on one device of one layer's gradient at ``grad_level``, if that is not "full"."""
-    if strategy.grad_level == "secondary":
-        return leaf.secondary
-    return leaf.owned if strategy.sums_in_pass else leaf.shard
-
-
 def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:
     """Encode row i of a gradient for peer i of a hop (``LOCAL_HOP`` or ``NODE_HOP``) by ``codec``."""
     return codec.encode(rows, seed=_salt(seed, leaf, codec, hop), rotation=leaf.rotation)

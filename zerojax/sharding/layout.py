@@ -259,7 +259,7 @@ def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:
 
 def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``flatten``."""
-    return _unpadded(flat.reshape(leaf.parts, -1), leaf).reshape(leaf.shape)
+    return flat.reshape(leaf.parts, -1)[:, : leaf.size // leaf.parts].reshape(leaf.shape)
 
 
 def to_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
@@ -272,7 +272,8 @@ def to_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
 
 def from_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
     """Undo ``to_stored``."""
-    return _reshaped(_unpadded(_reshaped(x, leaf.layers, leaf.parts, -1), leaf), *leaf.unsharded_shape)
+    parts = _reshaped(x, leaf.layers, leaf.parts, -1)
+    return _reshaped(parts[..., : leaf.size // leaf.parts], *leaf.unsharded_shape)
 
 
 def _reshaped[A: (Array, np.ndarray)](x: A, *shape: int) -> A:
@@ -284,11 +285,6 @@ def _padded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:
     """The parts of one or of all layers, each padded with zeros."""
     pad = cast(Callable[..., A], np.pad if isinstance(parts, np.ndarray) else jnp.pad)
     return pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, (leaf.padded - leaf.size) // leaf.parts)])
-
-
-def _unpadded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:
-    """Undo ``_padded``."""
-    return parts[..., : leaf.size // leaf.parts]
 
 
 def in_a_row(x: Num[Array, "..."], stack: tuple[int, ...]) -> Num[Array, "layers ..."]:

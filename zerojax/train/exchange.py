@@ -89,7 +89,6 @@ class Exchange:
             shards: Shards, own: Any, optimizer: OptimizerShards | tuple[()], batch: Batch
         ) -> Passed:
             shards, started, batch = self.start(shards, own, batch)
-            seed, residual = shards.step_seed, from_tree(shards.residual)
             rule, states = None, {}
             if isinstance(optimizer, OptimizerShards):
                 rule = layer_update(spec, optimizer)
@@ -97,7 +96,7 @@ class Exchange:
                     spec, shards.params, shards.encoded, optimizer.moments, squares=jnp.float32(0)
                 )
             grads, updated, outcome = accumulate(training, shards, batch, states, rule)
-            grads, residual = to_owners(training, grads, residual, seed)
+            grads, residual = to_owners(training, grads, from_tree(shards.residual), shards.step_seed)
             gradients, sums, exchanged = self.arrive(started, grads, outcome.results)
             replicas, lost = outcome.replicas if spec.zero.weights_delta else {}, to_tree(residual)
             return Passed(gradients, sums, updated, outcome.model_state, replicas, lost, exchanged)

@@ -27,13 +27,14 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import ModelState
 from zerojax.adapters.loss import is_array
-from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, as_encoded, as_floats
 from zerojax.schedule.transforms import is_float
 from zerojax.schedule.user_code import InOneBranch
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import Batch, have_rows, micro_batches
 from zerojax.train.blocks import Blocks
@@ -58,6 +59,13 @@ def zero_sinks(spec: TrainSpec) -> dict[Path, Num[Array, "..."]]:
         return {leaf.path: jnp.zeros(leaf.on_device.unsharded_shape, dtype) for leaf in spec.leaves}
     shapes = {leaf.path: (*leaf.stack, grad_size(strategy, leaf)) for leaf in spec.leaves}
     return {path: jnp.zeros(shape, jnp.float32) for path, shape in shapes.items()}
+
+
+def grad_size(strategy: ShardingStrategy, leaf: ParamLayout) -> int:
+    """Elements on one device of one layer's gradient at ``grad_level``, if that is not "full"."""
+    if strategy.grad_level == "secondary":
+        return leaf.secondary
+    return leaf.owned if strategy.sums_in_pass else leaf.shard
 
 
 def accumulate(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from zerojax.analysis.plan.hops import gradient_hops
-from zerojax.comm.reduction import GradientReduction, grad_size
+from zerojax.comm.reduction import GradientReduction
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
+from zerojax.train.passes import grad_size
 from zerojax.train.spec import TrainSpec
 
 
