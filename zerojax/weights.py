@@ -307,7 +307,7 @@ class WeightPrefetcher:
         replicas, payloads, arrived = fetching
         following, second = place + self.step, place + 2 * self.step
         weights = self._layer(replicas, following)
-        secondary = decode(weights, arrived) if self.crosses else to_secondary(weights)
+        secondary = decode(weights, arrived)
         if own := replicas[following.kind]:
             replicas = following.put(replicas, tuple(w.values for w in secondary[: len(own)]))
         # No layer of a loop is the last one to cross.
