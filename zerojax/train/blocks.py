@@ -71,14 +71,14 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
         grads, lost = _take_hop(spec, GradientReduction.reduce_node, grads, lost, seed)
     if not spec.strategy.sums_in_pass:
         grads, lost = _to_all_nodes(spec, grads, lost, seed)
-    grads, lost = _all_without_padding(spec, grads), _all_without_padding(spec, lost, LOCAL)
     leaves = [leaf for leaf in spec.leaves if leaf.path in grads]
-    return stored_blocks(grads, leaves), {path: x.reshape(residual[path].shape) for path, x in lost.items()}
-
-
-def _all_without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:
-    mine = (leaf for leaf in spec.leaves if leaf.path in blocks)
-    return {**blocks, **{leaf.path: without_padding(leaf, blocks[leaf.path], axes) for leaf in mine}}
+    grads = {leaf.path: without_padding(leaf, grads[leaf.path]) for leaf in leaves}
+    lost = {
+        leaf.path: without_padding(leaf, lost[leaf.path], LOCAL).reshape(residual[leaf.path].shape)
+        for leaf in spec.leaves
+        if leaf.path in lost
+    }
+    return stored_blocks(grads, leaves), lost
 
 
 def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:

@@ -15,6 +15,7 @@ result is the mean over all tokens, however they are spread.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ from zerojax.train.blocks import Blocks
 from zerojax.train.fields import Shards
 from zerojax.train.loss_checks import ROW, Axes, check_program
 from zerojax.train.model_pass import ModelPass, Outcome, Placed, Sinks, Sums, mean_over
-from zerojax.train.pass_weights import ByPath, pass_weights
+from zerojax.train.pass_weights import pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec, with_spec, without_spec
 
 _TRANSFORMED = (
@@ -86,22 +87,46 @@ def accumulate(
     Raises:
         ConfigurationError: a stack cannot be updated in the backward pass, because of how the loss calls it.
     """
-    zero, model_state, seed = spec.zero, shards.model_state, shards.step_seed
+    zero, seed = spec.zero, shards.step_seed
     sinks: Sinks = zero_sinks(spec) | jax.tree.map(as_floats, dict(states))
-    rows, at = micro_batches(batch, zero.accumulate)
-    first = batch if zero.passes == 1 else at([x[0] for x in rows])
     # Traced once for all micro-batches.
     linearised = jax.jit(with_spec(spec, ModelPass.linearised), inline=True)
+    begin = functools.partial(_begin, spec, shards, sinks, rule, linearised)
+    if zero.passes == 1:
+        model, _ = begin(batch)
+        (sums, changed, updated, *_), grads = _gradients(linearised, model, batch, mix(seed, 0))
+    else:
+        rows, at = micro_batches(batch, zero.accumulate)
+        model, shapes = begin(at([x[0] for x in rows]))
+        (sums, changed, updated, *_), grads = _in_depth(linearised, model, shapes, rows, at, seed)
+    model_state = shards.model_state | _shared(spec, changed)
+    replicas = {path: updated.get(path, replica) for path, replica in model.given.replicas.items()}
+    done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
+    done = jax.tree.map(lambda x, before: as_encoded(x, before.dtype), done, dict(states))
+    grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
+    return grads, done, Outcome(sums, model_state, replicas, [], {})
 
-    def begin(updating: Sequence[ParamGroup]) -> tuple[ModelPass, Outcome[Any]]:
-        """The model, checked, and the shapes of a pass's outcome."""
-        model = ModelPass(pass_weights(spec, shards, updating=updating), sinks, model_state, spec, rule)
-        traced = linearised.trace(without_spec(model), first, mix(seed, 0))
-        check_program(model, first, traced)
+
+def _begin(
+    spec: TrainSpec,
+    shards: Shards,
+    sinks: Sinks,
+    rule: LayerUpdate | None,
+    linearised: jax.stages.Wrapped,
+    batch: Batch,
+) -> tuple[ModelPass, Outcome[Any]]:
+    """The model, checked with the first micro-batch, and the shapes of a pass's outcome."""
+
+    def checked(updating: Sequence[ParamGroup]) -> tuple[ModelPass, Outcome[Any]]:
+        model = ModelPass(
+            pass_weights(spec, shards, updating=updating), sinks, shards.model_state, spec, rule
+        )
+        traced = linearised.trace(without_spec(model), batch, mix(shards.step_seed, 0))
+        check_program(model, batch, traced)
         return model, traced.out_info[0]
 
     try:
-        model, shapes = begin(spec.updating)
+        return checked(spec.updating)
     except (TraceContextError, InOneBranch) as error:
         if rule is not None:
             raise ConfigurationError(_TRANSFORMED) from error
@@ -110,41 +135,49 @@ def accumulate(
         # are refreshed before the pass, not in it.
         if not spec.updating:
             raise
-        model, shapes = begin(())
+        return checked(())
 
-    def run(model: ModelPass, batch: Batch, seed: Seed) -> tuple[Outcome[Sums], Sinks]:
-        outcome, vjp = linearised(without_spec(model), batch, seed)
-        (grads,) = vjp(jnp.ones_like(outcome.results.loss))
-        return outcome, grads
 
-    updated: ByPath = {}
-    if zero.passes == 1:
-        (sums, changed, updated, *_), grads = run(model, batch, mix(seed, 0))
-    else:
+def _gradients(
+    linearised: jax.stages.Wrapped, model: ModelPass, batch: Batch, seed: Seed
+) -> tuple[Outcome[Sums], Sinks]:
+    """Run one pass forward and backward."""
+    outcome, vjp = linearised(without_spec(model), batch, seed)
+    (grads,) = vjp(jnp.ones_like(outcome.results.loss))
+    return outcome, grads
 
-        def body(
-            carry: tuple[tuple[Sinks, Sums, ModelState], ModelState], xs: tuple[list[Array], Array]
-        ) -> tuple[tuple[tuple[Sinks, Sums, ModelState], ModelState], None]:
-            total, before = carry
-            rows, index = xs
-            own = dataclasses.replace(model, model_state=model_state | before)
-            outcome, grads = run(own, at(rows), mix(seed, index))
-            counts = _counts(spec, outcome.model_state)
-            total = jax.tree.map(jnp.add, total, (grads, outcome.results, counts))
-            return (total, outcome.model_state | jax.tree.map(jnp.zeros_like, counts)), None
 
-        counted = _counts(spec, shapes.model_state)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes.results, counted))
-        before = {name: model_state[name] for name in shapes.model_state}
-        (total, changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
-        grads, sums, counts = total
-        changed |= counts
-    model_state = model_state | _shared(spec, changed)
-    replicas = {path: updated.get(path, replica) for path, replica in model.given.replicas.items()}
-    done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
-    done = jax.tree.map(lambda x, before: as_encoded(x, before.dtype), done, dict(states))
-    grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
-    return grads, done, Outcome(sums, model_state, replicas, [], {})
+def _in_depth(
+    linearised: jax.stages.Wrapped,
+    model: ModelPass,
+    shapes: Outcome[Any],
+    rows: list[Array],
+    at: Callable[[Sequence[Array]], Batch],
+    seed: Seed,
+) -> tuple[Outcome[Sums], Sinks]:
+    """Run one micro-batch after another; the first arguments are as in ``accumulate``.
+
+    Returns the sums, with the state after the last micro-batch, and the gradients.
+    """
+    spec, model_state = model.spec, model.model_state
+
+    def body(
+        carry: tuple[tuple[Sinks, Sums, ModelState], ModelState], xs: tuple[list[Array], Array]
+    ) -> tuple[tuple[tuple[Sinks, Sums, ModelState], ModelState], None]:
+        total, before = carry
+        rows, index = xs
+        own = dataclasses.replace(model, model_state=model_state | before)
+        outcome, grads = _gradients(linearised, own, at(rows), mix(seed, index))
+        counts = _counts(spec, outcome.model_state)
+        total = jax.tree.map(jnp.add, total, (grads, outcome.results, counts))
+        return (total, outcome.model_state | jax.tree.map(jnp.zeros_like, counts)), None
+
+    counted = _counts(spec, shapes.model_state)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (model.sinks, shapes.results, counted))
+    before = {name: model_state[name] for name in shapes.model_state}
+    (total, changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(spec.zero.accumulate)))
+    grads, sums, counts = total
+    return Outcome(sums, changed | counts, {}, [], {}), grads
 
 
 def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
