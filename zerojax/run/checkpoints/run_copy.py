@@ -261,6 +261,7 @@ class Copier:
         Raises:
             RunError: the copy is not up to date; the run's folder is.
         """
+        self._say = str  # no save follows, and the error says it
         if self._newest >= 0:
             self.start(self._newest)
         while not self._worker.wait(60.0):
