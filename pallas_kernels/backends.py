@@ -66,8 +66,9 @@ def dispatch(
         specification: the module with the reference implementation.
         static: its other arguments, which are hashable.
     """
-    settings = tuple(sorted(static.items()))
-    return _implementation(name, specification, settings, _platform.get(), compute_capability())(*arrays)
+    settings, platform = tuple(sorted(static.items())), _platform.get()
+    capability = 0 if platform == "cpu" else compute_capability()
+    return _implementation(name, specification, settings, platform, capability)(*arrays)
 
 
 @cache

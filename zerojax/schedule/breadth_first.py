@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from zerojax.matmul.late_zeros import scan, zeros_after
-from zerojax.schedule.transforms import Pullback, floats, holding, inexact, partition, pullback, with_float0
+from zerojax.schedule.transforms import Pullback, floats, holding, partition, pullback, with_float0
 
 AXIS = "micro_batch"
 Flags = PyTree[Bool]
@@ -110,9 +110,9 @@ def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Fla
             held = vjp.replace(args_res=[weights, *join(own, common)])
             of_weights, *of_args = held(with_float0(cotangent, of_one))
             of_own, of_common, _ = partition(tuple(of_args), flags)
-            return jax.tree.map(jnp.add, sums, (inexact(of_weights), inexact(of_common))), inexact(of_own)
+            return jax.tree.map(jnp.add, sums, (floats(of_weights), floats(of_common))), floats(of_own)
 
-        summed, arrived = (floats(weights), floats(common)), inexact(cotangents)
+        summed, arrived = (floats(weights), floats(common)), floats(cotangents)
         zeros = jax.tree.map(
             lambda x: zeros_after(arrived, x.shape, jnp.promote_types(x.dtype, jnp.float32)), summed
         )

@@ -47,7 +47,7 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.layer_update import probe
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
-from zerojax.schedule.transforms import Pullback, inexact, pullback, with_float0
+from zerojax.schedule.transforms import Pullback, floats, pullback, with_float0
 from zerojax.schedule.unit import (
     CALLED,
     READ_BY_UNIT,
@@ -356,11 +356,11 @@ def _scan_bwd(layers: _Layers, residuals: tuple[ScanArgs, Kept], cotangents: _Re
         sinks = tuple(unit.sinks for unit in args.units)
         _, vjp = pullback(run, sinks, args.x, args.state, args.shared)
         sums, of_x, of_state, of_shared = vjp(with_float0(given, shapes))
-        return sums, of_x, tuple(map(inexact, of_state)), inexact(of_shared)
+        return sums, of_x, tuple(map(floats, of_state)), floats(of_shared)
 
     function = functools.partial(run_backward, shapes)
     sums, of_x, of_state, of_shared = _with_derivatives_of(plain, function)(
-        kept, inexact(given), args, cotangents.probes
+        kept, floats(given), args, cotangents.probes
     )
     of_units = tuple(unit.cotangent(own) for unit, own in zip(args.units, sums, strict=True))
     of_state = tuple(map(with_float0, of_state, args.state))

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from zerojax.comm.reduction import GradientQueue, GradientReduction, InFlight
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
-from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
+from zerojax.schedule.transforms import Pullback, floats, partition, with_float0
 from zerojax.schedule.unit import Arrays, Sinks, Unit
 from zerojax.sharding.layers import Index, Order, Place, by_dma, over_layers, uncut
 from zerojax.sharding.layout import Values
@@ -111,7 +111,7 @@ def run_backward(
     def run(zero: Index, carried: tuple[tuple[Sinks, ...], list[Array]]) -> tuple[Any, list[Array]]:
         units = tuple(map(_with_sinks, args.units, carried[0]))
         sinks, *cotangents = _BackwardPass(shapes, kept, given, args._replace(units=units), facts, zero).run()
-        return sinks, inexact(cotangents)
+        return sinks, floats(cotangents)
 
     like = (shapes[0], tuple(map(floats, args.state)), floats(args.shared))
     empty = [lax.empty(x.shape, x.dtype) for x in floats(like)]
@@ -150,7 +150,7 @@ class _BackwardPass:
             weights, given = lax.optimization_barrier((weights, given))
         self.cotangent, after = with_float0(given, shapes)
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
-        self.after = tuple(map(inexact, after))
+        self.after = tuple(map(floats, after))
         self.kept, self.state, self.shared = kept, args.state, args.shared
         self.cuts = strategy.residuals_in_host > 0
         self.last = self.order.last
@@ -294,7 +294,7 @@ class _BackwardPass:
         vjp = residual.replace(args_res=[whole, state, x, self.shared])
         of_layer = cotangent, with_float0(place.of(self.after), self.like[place.kind])
         of_whole, of_state, before, of_shared = vjp(of_layer)
-        return gradients_of(of_whole), before, inexact(of_state), inexact(of_shared)
+        return gradients_of(of_whole), before, floats(of_state), floats(of_shared)
 
 
 def _stood_in(unit: Unit, gathered: Weights) -> Weights:

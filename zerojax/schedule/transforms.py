@@ -81,22 +81,20 @@ def split_arrays[T: PyTree](arguments: T) -> tuple[list[Array], Callable[[Sequen
     return arrays, lambda others: combine(others, rest)
 
 
-def inexact(cotangents: PyTree[Array]) -> list[Array]:
-    """The cotangents of floating-point values. Cotangents of integers are float0, which no loop can carry."""
-    return partition(cotangents, lambda x: x.dtype != jax.dtypes.float0)[0]
-
-
 def is_float(x: Array) -> bool:
     """Whether a value, or a ShapeDtypeStruct, has a cotangent other than float0."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def floats(values: PyTree[Array]) -> list[Array]:
-    """The values that are floating-point (``is_float``)."""
-    return partition(values, is_float)[0]
+    """The floating-point values, or their cotangents. Cotangents of integers are float0.
+
+    No loop can carry float0.
+    """
+    return [x for x in jax.tree.leaves(values) if is_float(x)]
 
 
 def with_float0[T: PyTree[Array]](cotangents: Sequence[Array], primals: T) -> T:
-    """Undo ``inexact``: a cotangent for each of ``primals``, which may be ShapeDtypeStructs."""
+    """Undo ``floats``: a cotangent for each of ``primals``, which may be ShapeDtypeStructs."""
     _, integers, combine = partition(primals, is_float)
     return combine(cotangents, [np.zeros(x.shape, jax.dtypes.float0) for x in integers])
