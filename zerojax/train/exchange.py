@@ -101,8 +101,8 @@ class Exchange:
             replicas, lost = outcome.replicas if spec.zero.weights_delta else {}, to_tree(residual)
             return Passed(gradients, sums, updated, outcome.model_state, replicas, lost, exchanged)
 
-        (shards, own), (shard_places, own_places) = self.reads(state)
-        entering, optimizer, results = (), (), self.results()
+        (shards, own), places, results = self.reads(state)
+        entering, optimizer = (), ()
         if in_backward:
             fields = field_specs(spec)
             entering = OptimizerShards.of(spec, fields["opt_state"], REPLICATED)
@@ -113,25 +113,22 @@ class Exchange:
             results = results._replace(gradients=to_tree(left), updated=done)
             limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
             optimizer = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
-        places = shard_places, own_places, entering, batch_specs(batch)
-        return on_mesh(on_device, spec.mesh, in_specs=places, out_specs=results)(
-            shards, own, optimizer, batch
+        run = on_mesh(
+            on_device, spec.mesh, in_specs=(*places, entering, batch_specs(batch)), out_specs=results
         )
+        return run(shards, own, optimizer, batch)
 
-    def reads(self, state: "TrainState") -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
+    def reads(self, state: "TrainState") -> tuple[tuple[Shards, Any], tuple[Shards, Any], Passed]:
         """The arrays of a state that the passes read, and the ones that only the exchange reads.
 
         Returns:
-            The arrays, and their PartitionSpecs.
+            The arrays, their PartitionSpecs, and the PartitionSpecs of the passes' results if no stack is
+            updated in its backward pass.
         """
-        shards = Shards.of(vars(state))
-        return (shards, ()), (shard_specs(self.spec, shards), ())
-
-    def results(self) -> Passed:
-        """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""
-        own = field_specs(self.spec)
-        state = own["model_state"], own["replicas"], own["residual"]
-        return Passed(own["params"], REPLICATED, {}, *state, exchanged=())
+        shards, places = Shards.of(vars(state)), field_specs(self.spec)
+        after = places["model_state"], places["replicas"], places["residual"]
+        results = Passed(places["params"], REPLICATED, {}, *after, exchanged=())
+        return (shards, ()), (shard_specs(self.spec, shards), ()), results
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """Begin the exchange before the passes.

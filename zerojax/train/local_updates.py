@@ -103,21 +103,16 @@ class FragmentExchange(Exchange):
     def _beside_passes(self) -> bool:
         return self.spec.zero.outer_delay > 0
 
-    def reads(self, state: "TrainState") -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
+    def reads(self, state: "TrainState") -> tuple[tuple[Shards, Any], tuple[Shards, Any], Passed]:
         """See ``Exchange``: the passes read the nodes' own weights."""
         places, local = field_specs(self.spec), state.local
         assert local is not None
         shards = Shards.of(vars(state) | {"params": local.weights, "residual": {}})
-        own = {"params": places["local"].weights, "residual": {}, "current_replicas": False}
-        outer = Outer.of(vars(state)), Outer.of(places)
-        return (shards, (outer[0], local.report)), (Shards.of(places | own), (outer[1], _BY_NODE))
-
-    def results(self) -> Passed:
-        """See ``Exchange``."""
-        places, reports = field_specs(self.spec), REPLICATED if self._beside_passes else _BY_NODE
-        weights = places["local"].weights
-        exchanged = _Exchanged(weights, {}, Outer.of(places), reports)
-        return Passed(weights, _BY_NODE, {}, places["model_state"], {}, {}, exchanged)
+        weights, outer = places["local"].weights, Outer.of(places)
+        own = Shards.of(places | {"params": weights, "residual": {}, "current_replicas": False})
+        exchanged = _Exchanged(weights, {}, outer, REPLICATED if self._beside_passes else _BY_NODE)
+        results = Passed(weights, _BY_NODE, {}, places["model_state"], {}, {}, exchanged)
+        return (shards, (Outer.of(vars(state)), local.report)), (own, (outer, _BY_NODE)), results
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """See ``Exchange``: reads the fragments and sends them, if they have the passes to hide behind."""
