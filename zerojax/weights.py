@@ -38,6 +38,7 @@ the arrays of a train state: global arrays of all layers, their shapes or their 
 """
 
 import dataclasses
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -273,17 +274,16 @@ class WeightPrefetcher:
         weights: for each kind, of all layers, stacked, each at its own level.
         step: 1 forward, to the last layer; -1 backward, to layer 0.
         separate_stream: see ``zerojax.comm.coalesced``.
-        crosses: whether weights cross nodes.
     """
 
     weights: tuple[Weights, ...]
     step: Literal[1, -1]
     separate_stream: bool
-    crosses: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Compute the other fields."""
-        vars(self).update(crosses=any(w.crosses_nodes for own in self.weights for w in own))
+    @functools.cached_property
+    def crosses(self) -> bool:
+        """Whether weights cross nodes."""
+        return any(w.crosses_nodes for own in self.weights for w in own)
 
     def start(self, first: Place) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.

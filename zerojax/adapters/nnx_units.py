@@ -169,10 +169,7 @@ class Stack(nnx.Module):
         blocks = list(self.stacked.values())
         for layers in self.parts if part is None else [self.parts[part]]:
             own = sorted({*self.order[layers.start : layers.stop]})
-            kinds = [
-                _scanned(blocks[kind], method, join, kind, _of_kind(self.order, kind, by_layer or {}))
-                for kind in own
-            ]
+            kinds = [_scanned(blocks[kind], method, join, kind, self.order, by_layer or {}) for kind in own]
             order = Order(tuple(own.index(self.order[number]) for number in layers))
             x = _run(order, [blocks[kind] for kind in own], kinds, x, arrays)
         return x
@@ -186,14 +183,13 @@ def _run(
     # At stages 0 to 2 weights are whole already.
     if weights and all(is_sharded(weight) and weight.weight.level != "full" for weight in weights):
         x, after = scan_units(order, kinds, x, arrays)
-        for block, (weights, state) in zip(blocks, after, strict=True):
-            if weights is not None:
-                # Like state: the next call begins with them, and the step finds them in the model.
-                nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
-            nnx.update(block, state)
-        return x
-    x, states = _run_whole(order, kinds, x, arrays)
-    for block, state in zip(blocks, states, strict=True):
+    else:
+        x, states = _run_whole(order, kinds, x, arrays)
+        after = [(None, state) for state in states]
+    for block, (weights, state) in zip(blocks, after, strict=True):
+        if weights is not None:
+            # Like state: the next call begins with them, and the step finds them in the model.
+            nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
         nnx.update(block, state)
     return x
 
@@ -230,14 +226,6 @@ def _stacked(block: Block, layers: int, rngs: nnx.Rngs) -> nnx.Module:
         ) from error
 
 
-def _of_kind(order: tuple[int, ...], kind: int, by_layer: dict[str, Array]) -> dict[str, Array]:
-    """The arguments that differ by layer, of the layers of one kind."""
-    if len(set(order)) == 1:
-        return by_layer
-    numbers = jnp.array([number for number, own in enumerate(order) if own == kind])
-    return {name: values[numbers] for name, values in by_layer.items()}
-
-
 def _leaves(params: nnx.State) -> tuple[list[Any], Any]:
     """The parameters of stacked blocks as values that a scan slices, and their structure."""
     return jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
@@ -248,6 +236,7 @@ def _scanned(
     method: str,
     join: Callable[[Sequence[Array]], tuple[tuple[PyTree, ...], dict[str, PyTree], dict[str, Any]]],
     kind: int,
+    order: tuple[int, ...],
     by_layer: dict[str, Array],
 ) -> Scanned:
     """The blocks of one kind. Their method gets the joined arguments, the kind's, and each layer's."""
@@ -265,6 +254,9 @@ def _scanned(
 
         return call_with_weights(graph, jax.tree.unflatten(structure, whole), state, use)
 
+    if len(set(order)) > 1:
+        numbers = jnp.array([number for number, own in enumerate(order) if own == kind])
+        by_layer = {name: values[numbers] for name, values in by_layer.items()}
     return Scanned(body, weights, (state, by_layer))
 
 
