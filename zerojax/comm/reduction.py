@@ -240,12 +240,6 @@ class GradientReduction:
             payload = self.send(payload, seed, hop)
         return self.sum(payload)
 
-    def to_sink(self, grads: Values, seed: Seed) -> Values:
-        """This device's whole gradients as sums at ``grad_level``. At "full" they are not reduced."""
-        if self.strategy.grad_level == "full":
-            return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
-        return self.reduce(grads, seed)
-
     @jax.named_scope("reduce_node")
     def reduce_node(
         self, sums: Values, seed: Seed, residuals: Values | None = None

@@ -277,7 +277,9 @@ def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> V
     gradients of weights that are computed on the way.
     """
     gradients = lax.stop_gradient(gradients_of(cotangents))
-    return GradientReduction.of(strategy, [w.layout for w in cotangents]).to_sink(gradients, seed)
+    if strategy.grad_level == "full":
+        return tuple(x.astype(strategy.grad_dtype) for x in gradients)
+    return GradientReduction.of(strategy, [w.layout for w in cotangents]).reduce(gradients, seed)
 
 
 def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -> tuple[None, Values, None]:
