@@ -317,19 +317,13 @@ def _differences(wanted: Any, saved: Any) -> list[str]:
     have: dict[str, Any] = traverse_util.flatten_dict(saved, sep="/")
     want: dict[str, Any] = traverse_util.flatten_dict(wanted, sep="/")
     found = [f"{name} is missing" for name in want if name not in have]
-    former = _former_names(wanted, saved)
-    found += [f"{name} is unknown" for name in have if name not in want and name not in former]
+    unknown = [name for name in have if name not in want and name.rpartition("/")[2] not in _FORMER_NAMES]
+    found += [f"{name} is unknown" for name in unknown]
     return found + [
         f"{name} is {have[name].dtype}{list(have[name].shape)}, not {x.dtype}{list(x.shape)}"
         for name, x in want.items()
         if name in have and not _is_read_as(name, x, have[name])
     ]
-
-
-def _former_names(wanted: Any, saved: Any) -> set[str]:
-    """The saved names that earlier versions wrote and this version no longer needs."""
-    want, have = (traverse_util.flatten_dict(tree or {}, sep="/") for tree in (wanted, saved))
-    return {name for name in have if name not in want and name.rpartition("/")[2] in _FORMER_NAMES}
 
 
 def _is_read_as(name: str, wanted: Any, saved: Any) -> bool:
