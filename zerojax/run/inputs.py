@@ -44,7 +44,7 @@ def kept_tokenizer(
     """
 
     def keep() -> None:
-        if not (_resumes(manifest) and folder.data.exists()):
+        if not _has_tokenizer(folder, manifest):
             keep_tokenizer(config.data, folder.data)
 
     run_on_process_zero(keep)
@@ -61,20 +61,21 @@ def check_inputs(config: RunConfig, folder: RunFolder, manifest: Manifest | None
         ConfigurationError: one of them is missing or cannot be used, or the tokenizer's vocabulary is larger
             than the model's.
     """
-    data, keeps = config.data, _resumes(manifest) and folder.data.exists()
+    data = config.data
     if config.posttrain.method == "none":
         tokenizer = prepared_tokenizer(data, folder.data)
     else:
         for one in data.sources:
             check_source_exists(one.source, one.pattern)
-        kept = None if keeps else tokenizer_to_keep(data, folder.data)
+        kept = None if _has_tokenizer(folder, manifest) else tokenizer_to_keep(data, folder.data)
         tokenizer = open_tokenizer(data, folder.data) if kept is None else kept[0]
     if tokenizer is not None:
         _check_vocabulary(tokenizer, config)
 
 
-def _resumes(manifest: Manifest | None) -> bool:
-    return manifest is not None and bool(manifest.record.position)
+def _has_tokenizer(folder: RunFolder, manifest: Manifest | None) -> bool:
+    """Whether a run resumes, and has kept its tokenizer in its folder."""
+    return manifest is not None and bool(manifest.record.position) and folder.data.exists()
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:
