@@ -179,18 +179,24 @@ def _at(stack: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_probs(
+def _losses(
     head: _Head,
     hidden: Float[Array, "chunks size d_model"],
     labels: Int[Array, "chunks size"],
     unembedding: Float[Array, "padded d_model"],
 ) -> Float[Array, "chunks size"]:
+    """Each row's loss; only the first head.vocabulary rows of the unembedding are tokens."""
+
     def measure(chunk: tuple[Array, Array]) -> Array:
         rows, right = chunk
-        return -_chunk_losses(head, rows, right, unembedding)[0]
+        return _chunk_losses(head, rows, right, unembedding)[0]
 
     return jax.lax.map(measure, (hidden, labels))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_probs(head: _Head, hidden: Array, labels: Array, unembedding: Array) -> Array:
+    return -_losses(head, hidden, labels, unembedding)
 
 
 def _log_probs_backward(
@@ -215,19 +221,9 @@ _log_probs.defvjp(lambda head, *args: (_log_probs(head, *args), args), _log_prob
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total_loss(
-    head: _Head,
-    hidden: Float[Array, "chunks size d_model"],
-    labels: Int[Array, "chunks size"],
-    unembedding: Float[Array, "padded d_model"],
-) -> Float[Array, ""]:
-    """The loss summed over all chunks; only the first head.vocabulary rows of the unembedding are tokens."""
-
-    def loss(chunk: tuple[Array, Array]) -> Array:
-        rows, right = chunk
-        return jnp.sum(_chunk_losses(head, rows, right, unembedding)[0])
-
-    return jnp.sum(jax.lax.map(loss, (hidden, labels)))
+def _total_loss(head: _Head, hidden: Array, labels: Array, unembedding: Array) -> Float[Array, ""]:
+    """The loss summed over all chunks, first within each."""
+    return jnp.sum(jnp.sum(_losses(head, hidden, labels, unembedding), axis=1))
 
 
 def _total_loss_forward(
