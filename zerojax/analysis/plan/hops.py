@@ -91,14 +91,6 @@ class ByLink[T](NamedTuple):
     node: T
 
 
-class _Group(NamedTuple):
-    """A device's peers in its node, its peers in other nodes, and the number of devices with itself."""
-
-    in_node: int
-    elsewhere: int
-    size: int
-
-
 class LeafHop(NamedTuple):
     """One hop of one leaf: the description from which bytes, memory and time follow.
 
@@ -137,31 +129,31 @@ class LeafHop(NamedTuple):
         return self.codec.row_bytes(self.elements)
 
     @property
-    def group(self) -> _Group:
-        """The devices that take part in the hop."""
+    def peers(self) -> ByLink[int]:
+        """The other devices that take part in the hop."""
         world = self.leaf.world
         nodes, local = (world.nodes if NODE in self.axis else 1), (world.local if LOCAL in self.axis else 1)
-        return _Group(local - 1, (nodes - 1) * local, nodes * local)
+        return ByLink(local - 1, (nodes - 1) * local)
 
     @property
     def payload(self) -> int:
-        """Bytes of the rows for all devices of the group, including this one."""
-        return self.group.size * self.row_bytes
+        """Bytes of the rows for all devices that take part, including this one."""
+        return (sum(self.peers) + 1) * self.row_bytes
 
     def copied(self) -> int:
         """Bytes that the encoder and the decoder read and write per row.
 
         A gather encodes this device's part and decodes all parts. A reduction does the reverse.
         """
-        peers, row = self.group.size, self.row_bytes
-        if self.codec.raw or not self.coded or peers == 1:
+        devices, row = sum(self.peers) + 1, self.row_bytes
+        if self.codec.raw or not self.coded or devices == 1:
             return 0
         if self.summed:
             wide = 4 if self.axis == "node" else 2  # sums between the hops are fp32
-            return peers * (wide * self.elements + row) + peers * row + 4 * self.elements
+            return devices * (wide * self.elements + row) + devices * row + 4 * self.elements
         sums = self.phase in ("gradients", "gradient sums")  # arrive in fp32, weights in the local format
         decoded = 4 * self.elements if sums else self.leaf.weights.local.row_bytes(self.elements)
-        return 4 * self.elements + row + peers * (row + decoded)
+        return 4 * self.elements + row + devices * (row + decoded)
 
 
 def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
@@ -184,7 +176,7 @@ def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
 def _sum(hops: Sequence[LeafHop]) -> HopPlan:
     """Merge the hops of one phase and axis."""
     first = hops[0]
-    local, node, _ = first.group
+    local, node = first.peers
     formats = Counter[str]()
     for hop in hops:
         formats[hop.codec.fmt] += hop.leaf.count
