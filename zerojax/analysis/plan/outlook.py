@@ -402,7 +402,8 @@ def recommend(
     local = [forecast for forecast in fitting if forecast.every and forecast.name != AS_CONFIGURED]
     fastest_local = min(local, key=_seconds, default=None)
     if fastest_local and best.time.seconds > _WORTH_LOCAL_UPDATES * fastest_local.time.seconds:
-        chosen, why = _prefer_local(hiding(fastest_local.name), best, optimizer)
+        chosen = hiding(fastest_local.name)
+        why = _why_local(chosen, best, optimizer)
     settings = [f"zero.every = {chosen.every}"] if chosen.every else []
     settings += ['zero.accumulate_order = "breadth"'] if chosen.name.endswith(IN_BREADTH) else []
     setting = f" ({', '.join(settings)})" if settings else ""
@@ -436,13 +437,13 @@ def _best_exchange(fitting: list[Forecast]) -> tuple[Forecast, str]:
     return fastest, f"{reason}, the step of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
 
 
-def _prefer_local(local: Forecast, other: Forecast, optimizer: str) -> tuple[Forecast, str]:
-    """Local updates, and the reason to prefer them to another way."""
+def _why_local(local: Forecast, other: Forecast, optimizer: str) -> str:
+    """The reason to prefer local updates to another way."""
     waits = "hides its exchange behind compute"
     if not _hidden(local.time):
         waits = f"waits {duration(local.time.waiting)} for the network"
     ratio = other.time.seconds / local.time.seconds
-    return local, (
+    return (
         f"its step {waits}, the step of {other.name} waits {duration(other.time.waiting)}: {ratio:.2f} times "
         f"the speed. Each node then trains its own weights: {expected_loss(local.every, optimizer)}"
     )
