@@ -1,6 +1,5 @@
 """The states of commands that do not train: of trained runs, and abstract ones of configs."""
 
-import dataclasses
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,9 +93,8 @@ def emulated_setup(config: RunConfig) -> RunSetup:
             "the size of the mesh is not known: give --mesh.nodes and --mesh.local; no device is needed"
         )
     jax.config.update("jax_platforms", "cpu")
-    emulated = dataclasses.replace(mesh, emulate=True)
-    emulate_devices(emulated, processes=1)
-    run = dataclasses.replace(config, mesh=emulated)
+    config = replace(config, mesh=replace(mesh, emulate=True))
+    emulate_devices(config.mesh, processes=1)
     if config.posttrain.method in PREFERENCES:
-        return RunSetup(run, loss_fn=preference_loss(config.posttrain))
-    return RunSetup(run)
+        return RunSetup(config, loss_fn=preference_loss(config.posttrain))
+    return RunSetup(config)
