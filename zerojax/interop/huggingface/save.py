@@ -89,14 +89,10 @@ def gather_layer(
 
     ``stored`` is as in ``TrainState.params`` or ``TrainState.frozen``, and ``layer`` is from ``layers_of``.
     """
-
     one = replace(without_place(leaf), stack=())  # weights of one layout share a compiled function
 
-    def pick(x: Array, layer: Array) -> Array:
-        return layer_at(x, layer) if leaf.stack else to_device(x)
-
     def gather(stored: Any, layer: Array) -> Array:
-        picked = jax.tree.map(lambda x: pick(x, layer), stored)
+        picked = jax.tree.map(lambda x: layer_at(x, layer) if leaf.stack else to_device(x), stored)
         return decode_frozen(picked) if one.frozen else unflatten(picked, one)
 
     everyone = spec.sharding(PartitionSpec())

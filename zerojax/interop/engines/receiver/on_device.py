@@ -98,8 +98,7 @@ class DeviceReplica(Replica):
         values = self._whole(piece, patches)
         self._compare(patch, checksums(values))
         self._sums[patch.piece] = patch.sums
-        whole = torch.from_numpy(values.view(f"<i{piece.itemsize}"))
-        self._wholes[patch.piece] = whole
+        self._wholes[patch.piece] = torch.from_numpy(values.view(f"<i{piece.itemsize}"))
 
     def _whole(self, piece: Piece, patches: Sequence[Patch]) -> np.ndarray:
         """A piece after several patches, on the host: rare, after missed versions."""
