@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -257,8 +257,16 @@ def _backward_kernel(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Options, *args: Any) -> Array:
-    return _attention_forward(options, *args)[0]
+def _attention(
+    options: Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    documents: Documents,
+    windowed: Array | None,
+    sinks: Sinks | None,
+) -> Array:
+    return _attention_forward(options, query, key, value, documents, windowed, sinks)[0]
 
 
 def _attention_forward(
