@@ -38,8 +38,9 @@ beside() {
 beside types "${types[@]}"
 beside mkdocs "${site[@]}"
 prepare
-# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below.
-lowering=(.venv/bin/pytest -q -p no:cacheprovider --noconftest tests/pallas_kernels/test_lowering.py)
+# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below. In two processes
+# this ends before the tests that compute begin.
+lowering=(.venv/bin/pytest -n 2 -q -p no:cacheprovider --noconftest tests/pallas_kernels/test_lowering.py)
 beside "lowering of kernels" env JAX_PLATFORMS=cpu PYTHONPATH="$compiler" "${lowering[@]}"
 
 failed=()

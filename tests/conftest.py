@@ -23,6 +23,8 @@ from environment import (
 
 gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
+# The longest tests come first, so that no process computes one when the others have ended.
+_FIRST = ("test_notebooks", "test_interpreted", "test_kernels_in_step", "test_comm_report_on_links")
 _PLUGINS = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
 
@@ -47,6 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         # Before JAX clears its caches object by object, which takes ten seconds.
         atexit.register(os._exit, 0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests."""
+    items.sort(key=lambda item: item.path.stem not in _FIRST)
 
 
 def pytest_collection_finish() -> None:
