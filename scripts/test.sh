@@ -38,8 +38,8 @@ beside() {
 beside types "${types[@]}"
 beside mkdocs "${site[@]}"
 prepare
-# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below. In two processes
-# this ends before the tests that compute begin.
+# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below. Two processes,
+# because the tests that wait leave both cores to them at times.
 lowering=(.venv/bin/pytest -n 2 -q -p no:cacheprovider --noconftest tests/pallas_kernels/test_lowering.py)
 beside "lowering of kernels" env JAX_PLATFORMS=cpu PYTHONPATH="$compiler" "${lowering[@]}"
 

@@ -5,7 +5,7 @@
 
 from jax.sharding import Mesh
 
-from zerojax.sharding.mesh import platform_of
+from zerojax.sharding.mesh import on_gpus
 
 CompilerOptions = dict[str, bool | int | str]
 """XLA's options by name, as ``jax.jit`` takes them."""
@@ -91,7 +91,7 @@ def compiler_options(
         host_memory: whether layers are copied from or to host memory.
         updates_in_backward: whether the backward pass updates layers in host memory.
     """
-    if platform_of(mesh.devices.flat) != "cuda":
+    if not on_gpus(mesh.devices.flat):
         return {}
     more = (SEPARATE_PRODUCTS if separate_products else {}) | (KEPT_PRODUCTS if kept_products else {})
     more |= HOST_MEMORY if host_memory else {}
